@@ -1,6 +1,6 @@
-"""All-gathers of bytes within teams of processes, by the collective operations of torch or JAX.
+"""All-gathers of bytes within teams of processes, through the collective operations of torch or JAX.
 
-They are the only collective operations of this package. Restores use them in the thread of the program, after all
+These are the only collective operations of this package. Restores use them in the program's thread, after all
 processes have agreed to begin, so that no process enters one alone. Each has a deadline.
 """
 
@@ -19,25 +19,25 @@ from .torch_store import TorchCoordinator
 
 Bytes = NDArray[np.uint8]
 Teams = tuple[tuple[int, ...], ...]  # equal-sized groups that partition the program's processes
-AllGather = Callable[[Bytes], Bytes]  # takes the bytes of this process, returns a row of bytes for each of its team
+AllGather = Callable[[Bytes], Bytes]  # takes this process's bytes; returns one row of bytes per team member
 
 
 class Transport(Protocol):
-    """How the processes of a program send bytes to each other."""
+    """A transport that sends bytes between the processes of a program."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Connect the teams; all processes call this, and later the result, the same number of times.
+        """Connect the teams; all processes must call this, and later the result, the same number of times.
 
         Args:
-            name: Text that is the same on all processes and unique to this connection.
+            name: A string that is the same on all processes and unique to this connection.
             teams: The teams.
             index: The index of this process.
-            nbytes: Bytes that each process sends at a time, a multiple of 8.
-            timeout: The seconds that a connection or an all-gather may take.
+            nbytes: Number of bytes that each process sends per all-gather, a multiple of 8.
+            timeout: Time limit in seconds for connecting, and for each all-gather.
         """
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
 
 
 def transport_of(coordinator: Coordinator) -> Transport | None:
@@ -50,9 +50,9 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 
 
 class TorchTransport:
-    """Groups of gloo between host memories, which are not among the groups of the program."""
+    """Gloo process groups that exchange host memory, separate from the program's own groups."""
 
-    # In a group, each process has a socket for every other one. So a larger team is a grid, which gathers along its
+    # In a group, each process has a socket to every other one. So a larger team forms a grid that gathers along its
     # rows, then along its columns.
     largest_group = 64
 
@@ -95,7 +95,7 @@ class JaxTransport:
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # until a program uses its devices, their numbers may differ
+        if jax.process_index() != index:  # may differ until the program uses its devices
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
@@ -104,7 +104,7 @@ class JaxTransport:
         mesh = jax.sharding.Mesh(grid, ("team", "member"))
         divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team", "member"))
         gathered = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team"))
-        shape = (*grid.shape, nbytes // 4)  # unsigned integers, which no device rounds, widens or normalizes
+        shape = (*grid.shape, nbytes // 4)  # as unsigned integers, which no device rounds, widens or normalizes
         argument = jax.ShapeDtypeStruct(shape, np.uint32, sharding=divided)
         identity = jax.jit(lambda array: array, out_shardings=gathered).lower(argument).compile()
 
@@ -117,4 +117,4 @@ class JaxTransport:
         return all_gather
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """A no-op: nothing stays open."""

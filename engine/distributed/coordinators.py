@@ -1,6 +1,6 @@
-"""Coordinators: the processes of a program, and a small key-value store through which they reach each other.
+"""Coordinators: the processes of a program, and a small key-value store that connects them.
 
-A program is alone, or its processes are connected by ``jax.distributed`` or ``torch.distributed`` (`torch_store.py`).
+A program has one process, or several connected by ``jax.distributed`` or ``torch.distributed`` (`torch_store.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .torch_store import TorchCoordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call, or to end a wait
-SHARE = 8  # smallest part of a timeout, as a divisor, that a later wait gets
+_SECOND_CHANCE = 1.0  # timeout in seconds for a store that did not answer the last call, and for ending a wait
+SHARE = 8  # largest divisor by which the timeout of a later wait is reduced
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store did not answer the last call
 
@@ -32,10 +32,10 @@ class ProcessInfo:
     Attributes:
         index: The index of this process, from 0.
         count: The number of processes.
-        token: Text that is unique to this save and the same on all processes: a part of the names of its files.
-        awaited: Is set when the training loop that runs meanwhile begins to wait for the save; None: no loop runs
-            meanwhile.
-        shared: Whether all processes write to one place; if not, each host has its own.
+        token: A string that is unique to this save and the same on all processes; part of its file names.
+        awaited: Set when a training loop that runs during the save starts to wait for it; None: no training loop
+            runs meanwhile.
+        shared: Whether all processes write to the same place; if not, each host writes to its own.
     """
 
     index: int = 0
@@ -46,14 +46,14 @@ class ProcessInfo:
 
 
 class Coordinator(Protocol):
-    """The processes of one program, and a key-value store that they share.
+    """The processes of a program, and the key-value store that they share.
 
-    Keys are text, values are bytes. Any thread may call any method, and one that waits does not block the others.
-    None is a collective operation on devices, so a background thread never delays a training step. `Rendezvous` builds
-    broadcasts, gathers and barriers on it.
+    Keys are strings, values are bytes. Any thread may call any method, and a waiting call does not block the others.
+    No method is a collective operation on devices, so a background thread never delays a training step. `Rendezvous`
+    builds broadcasts, gathers and barriers on it.
 
-    A coordinator can be referred to weakly. All methods raise ConnectionError when the store is gone, usually with the
-    process that kept it.
+    Coordinators can be weakly referenced. All methods raise ConnectionError when the store is gone, usually along with
+    the process that hosted it.
     """
 
     @property
@@ -68,7 +68,7 @@ class Coordinator(Protocol):
         """Store a value for all processes.
 
         Args:
-            key: Names divided by slashes. No key may be another key followed by a slash and more, unless both are
+            key: Names separated by slashes. No key may be another key followed by a slash and more, unless both are
                 deleted together: some stores treat the shorter one as a folder.
             value: At most 512 KiB.
         """
@@ -78,31 +78,31 @@ class Coordinator(Protocol):
 
         Args:
             key: The key.
-            timeout: How long to wait, in seconds.
-            waited: How long the caller has waited for it before this call, in seconds. The longer that is, the less
+            timeout: Maximum time to wait, in seconds.
+            waited: How long the caller has already waited for this value, in seconds. The longer that is, the less
                 often a store is polled.
 
         Raises:
-            TimeoutError: No process has stored it in that time.
+            TimeoutError: No process stored the value within that time.
         """
 
     def try_get(self, key: str) -> bytes | None:
         """Return a value without waiting, or None if it has not been stored."""
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return several values in one or few requests, without waiting, or None if one of them has not been stored.
+        """Return several values in one or a few requests, without waiting; None if any of them has not been stored.
 
         Args:
-            keys: At least one key, all with the same text before their last slash.
+            keys: At least one key, all with the same part before the last slash.
         """
 
     def delete(self, key: str) -> None:
         """Delete a value, if there is one."""
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value for which `get` has raised, and for which this process will not ask again.
+        """End the wait for a value after `get` has raised, if this process will not ask for the value again.
 
-        Other processes may still wait for it. A store whose waits end by themselves does nothing.
+        Other processes may still wait for it. A no-op for stores whose waits end by themselves.
         """
 
 
@@ -120,7 +120,7 @@ class Alone:
         self._values[key] = value
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        """Return a value, or raise TimeoutError at once, as no other process could store it."""
+        """Return a value; raise TimeoutError at once if it is missing, as no other process could store it."""
         if key not in self._values:
             raise TimeoutError(f"{key} was not stored, and there is no other process")
         return self._values[key]
@@ -130,7 +130,7 @@ class Alone:
         return self._values.get(key)
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return all values, or None if there is none for one of the keys."""
+        """Return all values, or None if any of the keys has no value."""
         return [self._values[key] for key in keys] if self._values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
@@ -138,14 +138,14 @@ class Alone:
         self._values.pop(key, None)
 
     def give_up(self, key: str) -> None:
-        """Do nothing: no call waits."""
+        """A no-op, as no call waits."""
 
 
 class JaxCoordinator:
-    """The processes of a jax program, and the key-value store of its coordination service."""
+    """The processes of a jax program, and the key-value store of jax's coordination service."""
 
-    # The service runs in process 0: jax aborts all others at once if process 0 dies, and ``heartbeat_timeout_seconds``
-    # after the death of another process, unless ``jax_enable_recoverability`` is set.
+    # The service runs in process 0. jax aborts all other processes at once if process 0 dies, and
+    # ``heartbeat_timeout_seconds`` after another process dies, unless ``jax_enable_recoverability`` is set.
 
     def __init__(self, client: Any, index: int, count: int) -> None:
         self.process_index = index
@@ -183,16 +183,16 @@ class JaxCoordinator:
         return [values[key] for key in keys] if values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
-        with _jax_error(key):  # this also deletes all values whose keys continue after a slash
+        with _jax_error(key):  # also deletes all values whose keys continue after a slash
             self._client.key_value_delete(key)
 
     def give_up(self, key: str) -> None:
-        """Do nothing: a wait of the service ends at its deadline."""
+        """A no-op, as a wait in the service ends at its deadline."""
 
 
 @contextlib.contextmanager
 def _jax_error(key: str) -> Iterator[None]:
-    """Convert errors of the client, RuntimeErrors whose text begins with a status, to Python's own."""
+    """Convert the client's errors, RuntimeErrors whose text begins with a status, to built-in exceptions."""
     try:
         yield
     except RuntimeError as error:
@@ -205,11 +205,11 @@ def _jax_error(key: str) -> Iterator[None]:
 
 
 class BoundedCoordinator:
-    """A coordinator whose calls raise ConnectionError when its store does not answer for ``limit`` seconds.
+    """A coordinator whose calls raise ConnectionError if its store does not answer for ``limit`` seconds.
 
-    A store that is gone closes its connections, but a store whose process is stopped, or whose machine has vanished,
+    A store that is gone closes its connections. But a store whose process is stopped, or whose machine has vanished,
     does not answer, and clients such as torch's wait without a deadline. So each call runs in a thread, which is
-    abandoned at the deadline. After the first such call, others wait only a second, until one is answered.
+    abandoned at the deadline. After the first abandoned call, others wait only a second, until one is answered.
     """
 
     def __init__(self, coordinator: Coordinator, limit: float) -> None:
@@ -241,11 +241,11 @@ class BoundedCoordinator:
                 call_within(self._again, self._answered, lambda store: store.give_up(key))
 
     def monotonic(self) -> float:
-        """Return the time, in seconds, of the clock that measures deadlines."""
+        """Return the current time in seconds, by the clock that measures deadlines."""
         return time.monotonic()
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
-        """Make several calls with one deadline; ``waits`` is how long they may wait for other processes, in seconds."""
+        """Make several calls with a single deadline; they may wait up to ``waits`` seconds for other processes."""
         if self.process_count == 1:
             return work(self.unbounded)
         limit = self._again if self.unbounded in _silent else self._limit
@@ -265,72 +265,72 @@ class BoundedCoordinator:
 
 
 class DeadlinePassedError(Exception):
-    """A call has not returned in time; its thread was abandoned."""
+    """A call did not return in time; its thread was abandoned."""
 
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
-    """Call a function in a thread, because it may wait for ever; raise DeadlinePassedError after ``seconds``."""
-    from concurrent.futures import Future  # imported lazily: only programs of several processes need it
+    """Call a function in a thread, as it may never return; raise DeadlinePassedError after ``seconds``."""
+    from concurrent.futures import Future  # imported lazily: only multi-process programs need it
 
     answer: Future[T] = Future()
 
     def call() -> None:
         try:
             answer.set_result(work(*inputs))
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # raised again in the waiting thread
             answer.set_exception(error)
 
     threading.Thread(target=call, name="holdfast-store", daemon=True).start()
     try:
         return answer.result(seconds)
     except TimeoutError:
-        if answer.done():  # the function raised it, or has just ended
+        if answer.done():  # raised by the function itself, or the function has just ended
             return answer.result()
         raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
 
 
 def current_coordinator() -> Coordinator:
-    """Return the coordinator of the processes of this program.
+    """Return the coordinator that connects the processes of this program.
 
-    It is ``jax.distributed``, if initialized with more than one process; otherwise ``torch.distributed``, if
-    initialized with a world of more than one; otherwise `Alone`. The call imports, initializes and communicates
-    nothing, so it is cheap.
+    It is ``jax.distributed`` if that was initialized with more than one process; otherwise ``torch.distributed`` if
+    that was initialized with a world size above one; otherwise `Alone`. The call is cheap: it does not import,
+    initialize or communicate anything.
 
     Returns:
-        The coordinator: the same object as long as the connection lasts.
+        The coordinator; the same object for as long as the connection lasts.
     """
     return _of_jax() or _of_torch() or _ALONE
 
 
 def primary_host() -> str | None:
-    """Return the name of the host of process 0 that the program gave to jax or torch; None if it is unknown."""
+    """Return the host name of process 0, as the program gave it to jax or torch; None if unknown."""
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     address = getattr(state, "coordinator_address", None)
     return str(address).rpartition(":")[0].strip("[]") if address else os.environ.get("MASTER_ADDR")
 
 
 def shares_machine() -> bool:
-    """Return whether other processes of this program may run on this machine, according to its launcher."""
+    """Return whether other processes of this program may run on this machine, according to the launcher."""
     return current_coordinator().process_count > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
 def machine_identity() -> str:
-    """Return text that is the same for all processes of a machine, including processes in containers."""
+    """Return a string that is the same for all processes on a machine, including processes in containers."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
-        import socket  # only systems other than Linux need it
+        import socket  # needed only on systems other than Linux
 
         return socket.gethostname()
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # by library: the client or a reference to the group, and the coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # by library: the client or a weak reference to the group; the coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:
-    # jax's public functions would choose and start a backend.
+    # Not jax's public functions, which would select and start a backend.
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     client = getattr(state, "client", None)
     if client is None or (state.num_processes or 1) < 2:
@@ -342,21 +342,21 @@ def _of_jax() -> JaxCoordinator | None:
         _current["jax"] = client, coordinator
     backends = sys.modules.get("jax._src.xla_bridge")
     if backends is not None and backends.backends_are_initialized():
-        # Arrays have the process numbers of the backend, which may differ from those of the service (on TPUs).
+        # Arrays use the backend's process indices, which may differ from those of the service (on TPUs).
         coordinator.process_index = int(sys.modules["jax"].process_index())
     return coordinator  # type: ignore[no-any-return]
 
 
 def _of_torch() -> TorchCoordinator | None:
     distributed: Any = sys.modules.get("torch.distributed")
-    initialized = getattr(distributed, "is_initialized", None)  # absent in builds without it
+    initialized = getattr(distributed, "is_initialized", None)  # absent in torch builds without distributed support
     if initialized is None or not initialized():
         _current.pop("torch", None)
         return None
     group = distributed.group.WORLD
     reference, coordinator = _current.get("torch", (None, None))
     if reference is None or reference() is not group:
-        # No lock is needed: a coordinator that another thread makes meanwhile reaches the same store.
+        # No lock is needed: if another thread creates a coordinator meanwhile, it reaches the same store.
         reference = weakref.ref(group)
         coordinator = _connect(distributed, reference) if distributed.get_world_size() > 1 else None
         _current["torch"] = reference, coordinator

@@ -1,4 +1,4 @@
-"""Joint actions of all processes: process 0 decides for all, or they exchange values."""
+"""Joint operations of all processes: process 0 decides for all, or they exchange values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _T = TypeVar("_T")
-_WORK = 7 * 24 * 3600.0  # seconds; may be long, because the others learn within seconds that process 0 failed or died
-_MOST_LINES = 100  # differences that are reported to all processes
+_WORK = 7 * 24 * 3600.0  # seconds; may be long, as the others learn within seconds if process 0 fails or dies
+_MOST_LINES = 100  # maximum number of differences reported to all processes
 
 
 class ProcessGroup:
-    """The processes of a program; all of them call the same methods in the same order."""
+    """The processes of a program; all of them must call the same methods in the same order."""
 
     def __init__(self, name: str, coordinator: Coordinator | None, timeout: float) -> None:
         self._coordinator = current_coordinator() if coordinator is None else coordinator
@@ -40,28 +40,28 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is process 0, which does the work that is done once."""
+        """Whether this is process 0, which does the work that only one process has to do."""
         return self.index == 0
 
     def transport(self) -> Transport | None:
-        """Return the transport of arrays between the processes; None if this process is alone, or there is none."""
+        """Return the transport for arrays between the processes; None for a single process, or if there is none."""
         return None if self.alone else transport_of(self._coordinator)
 
     def rendezvous(self, what: str) -> Rendezvous | None:
-        """Return the rendezvous for the next joint action, or None if this process is alone."""
+        """Return the rendezvous for the next joint operation, or None for a single process."""
         return None if self.alone else self._meet(f"{self._name}: {what}")
 
     def _meet(self, name: str) -> Rendezvous:
         return next_rendezvous(self._coordinator, name, self.timeout, self._block)
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Report to the other processes that this one cannot take part in their next joint action."""
+        """Report to the other processes that this one cannot take part in the next joint operation."""
         if (rendezvous := self.rendezvous(what)) is not None:
             rendezvous.fail(error)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a block on all processes until the last has ended it; a failure raises PeerFailedError in the others."""
+        """Run a block on all processes until the last has finished; a failure raises PeerFailedError on the others."""
         if self.alone or self._block is not None:
             yield
             return
@@ -70,14 +70,14 @@ class ProcessGroup:
                 yield
                 self._block.barrier("done", self.timeout)
             except BaseException as error:
-                if not isinstance(error, PeerFailedError):  # the others know of it already
+                if not isinstance(error, PeerFailedError):  # otherwise the others already know of it
                     self._block.fail(error)
                 raise
             finally:
                 self._block = None
 
     def compare(self, what: str, mine: Mapping[str, Any]) -> None:
-        """Raise StateError, with both values, on all processes if a value of one differs from that of process 0."""
+        """Raise StateError on all processes, with both values, if a value on any of them differs from process 0's."""
         if differences := self._agreed(None if self.alone else self._meet(what), mine, _differences):
             text = (
                 f"{what} differ between the processes; give all of them the same, or let each work alone, with "
@@ -93,7 +93,7 @@ class ProcessGroup:
         arguments: Sequence[Any] | None = None,
         work_timeout: float | None = None,
     ) -> _T:
-        """Call ``work`` on process 0, which waits for no other, and return its JSON result on all processes."""
+        """Call ``work`` on process 0, without waiting for the others, and return its JSON result on all processes."""
         # The others raise PeerFailedError if the work fails, a BarrierTimeoutError if process 0 does not answer within
         # ``work_timeout`` (None: ``self.timeout``), and StateError if their ``arguments`` differ from process 0's.
         rendezvous = self.rendezvous(what)
@@ -127,12 +127,12 @@ class ProcessGroup:
         self.first(what, None)
 
     def first(self, what: str, value: Any) -> tuple[int, Any] | None:
-        """Return the first process whose value is not None, with the value, on all processes; None without any."""
+        """Return, on all processes, the first process whose value is not None, and the value; None without any."""
         first = self.agree(what, value, _first)
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Call ``work`` on process 0 with the JSON values of all; all return its result or raise its OptionError."""
+        """Call ``work`` on process 0 with the JSON values of all; return its result or raise its OptionError on all."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -156,7 +156,7 @@ class ProcessGroup:
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each value that differs from that of process 0."""
+    """Return one line for each value that differs from process 0's."""
     first, *others = values
     lines = [
         f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
@@ -178,5 +178,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Do long work on process 0, even if no other calls this; the others wait up to ``start_secs`` until it begins."""
+    """Run long work on process 0, even if no other process calls this; the others wait ``start_secs`` for its start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

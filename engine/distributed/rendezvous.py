@@ -1,8 +1,8 @@
-"""Broadcasts, gathers, summaries and barriers on a coordinator's store, with a timeout for everything.
+"""Broadcasts, gathers, summaries and barriers over a coordinator's store, all with a timeout.
 
-The store accepts only small values, so longer ones are stored in parts. Process 0 deletes the keys of a rendezvous once
-all processes have closed it. Every call of a coordinator has a deadline: if the process that hosts the store is frozen,
-it does not block the others for ever.
+The store accepts only small values, so longer ones are split into parts. Process 0 deletes the keys of a rendezvous
+once all processes have closed it. Every coordinator call has a deadline, so that a frozen process that hosts the store
+does not block the others forever.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .coordinators import SHARE, BoundedCoordinator, Coordinator
 
 _logger = logging.getLogger("holdfast")
 
-# Largest value that is stored under one key, in bytes: jax's service takes 4 MiB, a torch TCPStore 8 MiB.
+# Maximum size in bytes of a value under one key: jax's service accepts 4 MiB, a torch TCPStore 8 MiB.
 PART_SIZE = 512 * 1024
 
-_HEADER = struct.Struct("<QI")  # length of the value and its crc32c
+_HEADER = struct.Struct("<QI")  # length and CRC-32C of the value
 _FIRST_PART = PART_SIZE - _HEADER.size
 _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
 _LONGEST_WAIT = 1.0
-_WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failures 1,000 times a second at most
-_MOST_AT_ONCE = 256  # values that one request reads
-# Timeouts to wait for process 0 if it may wait itself: with the time to end a wait, two in all.
+_WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 a second over all waiting processes
+_MOST_AT_ONCE = 256  # maximum number of values per read request
+# Timeout factor for waiting for process 0 while it may be waiting itself; with the time to end a wait, 2 in total.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # the waits that such a one counts as, so that the next gets its share
-_SILENCE = 600.0  # default for the seconds in which a store must answer
-_MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
-_MOST_RETIRED = 64  # closed rendezvous that are remembered; a process that died never closed its own
-_MOST_KEYS = 4000  # keys that a process reports for deletion
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses that such a wait counts as, so that the next one gets the smallest share
+_SILENCE = 600.0  # default time limit in seconds for an answer from the store
+_MESSAGE_LIMIT = 4000  # maximum characters of an error message that is sent to the other processes
+_MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that died never closed its own
+_MOST_KEYS = 4000  # maximum number of keys that a process reports for deletion
 
-_missed_lock = Lock()  # separate, because the other lock is held during requests to the store
+_missed_lock = Lock()  # a separate lock, because the one below is held during store requests
 _missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
 _lock = Lock()  # protects the tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -52,20 +52,20 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 
 @dataclass(slots=True)
 class _Misses:
-    """The consecutive waits that have missed a process."""
+    """The number of consecutive waits that have missed each process."""
 
-    counts: Counter[int] = field(default_factory=Counter)  # by process
-    until: float = 0.0  # a wait that begins later starts a new count
+    counts: Counter[int] = field(default_factory=Counter)  # by process index
+    until: float = 0.0  # expiry time; a wait that begins later starts a new count
 
     def share(self) -> int:
-        """Return the divisor of the timeout of the next wait."""
+        """Return the divisor for the timeout of the next wait."""
         return min(1 << max(self.counts.values(), default=0), SHARE)
 
 
 def next_rendezvous(
     coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
 ) -> Rendezvous:
-    """Make a rendezvous whose name is ``name`` and a number; the store must answer within ``limit`` seconds."""
+    """Create a rendezvous named ``name`` plus a number; the store must answer within ``limit`` seconds."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
@@ -73,22 +73,22 @@ def next_rendezvous(
 
 
 class Rendezvous:
-    """One joint action of all processes of a program, such as one save.
+    """One joint operation of all processes of a program, such as a save.
 
-    Every process makes a rendezvous of the same name and calls the same operations in the same order, from one thread
-    at a time; only `fail` may be called from any thread at any time. A topic serves each operation once. An operation
-    that waits raises
+    Every process creates a rendezvous of the same name and calls the same operations in the same order, from one thread
+    at a time; only `fail` may be called from any thread at any time. A topic serves each operation only once. An
+    operation that waits raises
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
-      misses a process halves this time, so that all of them together last less than twice as long as one. A wait that
-      begins more than a timeout after the previous one has its full time again,
+      misses a process halves this time, so that all of them together take less than twice the timeout. A wait that
+      begins more than one timeout after the previous wait gets the full time again,
     - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, if
       the store is gone, and if it has not answered for ``limit`` seconds.
 
-    A rendezvous ``within`` another one also ends when a process has called `fail` of the outer one.
+    A rendezvous ``within`` another one also ends when a process calls `fail` on the outer one.
 
     Process 0 is the hub: `summarize` costs every other process one message to it and one back. No process receives the
-    values of all others, whose bytes would grow with the square of the number of processes.
+    values of all others, whose total size would grow with the square of the number of processes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Rendezvous:
         self._closed = False
 
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
-        """Return the value of process 0; with ``gathered``, process 0 waits for other processes before it sends it."""
+        """Return process 0's value; with ``gathered``, process 0 itself waits for others before it sends the value."""
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:
@@ -130,7 +130,7 @@ class Rendezvous:
         return [value, *self._collect("gather", topic, timeout, discard=True)]
 
     def summarize(self, topic: str, value: bytes, timeout: float, summary: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """Call ``summary`` on process 0 with the values of all, in their order; return its result on all processes."""
+        """Call ``summary`` on process 0 with the values of all processes, in order; return its result on every one."""
         self.check()
         self._put(self._key("summarize", topic, self.index), value)
         key = self._key("summary", topic, 0)
@@ -145,7 +145,7 @@ class Rendezvous:
         self.summarize(topic, b"", timeout, lambda _: b"")
 
     def check(self) -> None:
-        """Raise PeerFailedError if another process has failed already."""
+        """Raise PeerFailedError if another process has already failed."""
         if self.count == 1:
             return
         if self._within is not None and not self._within._closed:
@@ -161,9 +161,9 @@ class Rendezvous:
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
 
     def _let_others_hear(self, failed: int) -> None:
-        """Wait on process 0, whose end may end the store, until the other processes know of a failure."""
+        """On process 0, whose exit may end the store, wait until the other processes have learned of a failure."""
         key = f"{self._prefix}/heard"
-        with contextlib.suppress(Exception):  # the others wait for nothing, or have ended
+        with contextlib.suppress(Exception):  # the others are not waiting for anything, or have ended
             if self.index:
                 self.coordinator.put(f"{key}/{self.index}", b"heard")
                 return
@@ -173,7 +173,7 @@ class Rendezvous:
                     self.coordinator.get(f"{key}/{process}", max(until - self.coordinator.monotonic(), 0.001))
 
     def fail(self, error: BaseException) -> None:
-        """Report to all other processes that this one failed, and why. Never raises."""
+        """Report to all other processes that this process has failed, and why. Never raises."""
         failure = {
             "process": self.index,
             "error": type(error).__name__,
@@ -185,7 +185,7 @@ class Rendezvous:
             _logger.debug("%s: this failure could not be reported to the other processes: %s", self.name, problem)
 
     def close(self) -> None:
-        """End the part of this process, without waiting or raising. Process 0 deletes the keys once all have closed."""
+        """End this process's part, without waiting or raising. Process 0 deletes the keys once all have closed."""
         if self._closed:
             return
         self._closed = True
@@ -201,7 +201,7 @@ class Rendezvous:
                 retired = _retired.setdefault(coordinator, [])
                 retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
                 del retired[:-_MOST_RETIRED]
-                # The other processes have closed earlier rendezvous, and may still use this one.
+                # The other processes may have closed earlier rendezvous by now, and may still use this one.
                 retired[:] = [rendezvous for rendezvous in retired if not rendezvous.sweep(coordinator)]
 
         try:
@@ -213,12 +213,12 @@ class Rendezvous:
     def _waiting(
         self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Yield the deadline of a block that waits for processes; count the ``missing`` ones, or clear the counts."""
+        """Yield the deadline for a block that waits; on a timeout, count the ``missing`` ones, else reset counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
             if now > misses.until:
-                misses.counts.clear()  # the program has continued: a slow process gets the full time again
+                misses.counts.clear()  # the program has continued since: a slow process gets the full timeout again
             timeout /= misses.share()
         try:
             yield now + timeout
@@ -249,12 +249,12 @@ class Rendezvous:
         parts = split_value(value)
         keys = part_keys(key, len(value))
         with self._connected():
-            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # last the first, which is awaited
+            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # the awaited first part last
                 self.coordinator.put(part_key, part)
         self._stored += keys
 
     def _complete(self, key: str, first: bytes, process: int, deadline: float) -> bytes:
-        """Return the value whose first part is ``first``."""
+        """Return the complete value whose first part is ``first``."""
         try:
             rest = part_keys(key, value_length(first))[1:]
             return join_parts([first, *(self._wait(part_key, deadline) for part_key in rest)])
@@ -281,11 +281,11 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # the store may contain a value that ended the wait
+            self._stored.append(key)  # to be deleted, as the store may still contain a value that ended the wait
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
-        """Wait on process 0 for the values of all other processes."""
+        """Wait, on process 0, for the values of all other processes."""
         awaited = [self._key(operation, topic, process) for process in range(1, self.count)]
         values: list[bytes] = []
 
@@ -293,7 +293,7 @@ class Rendezvous:
             first = len(values) + 1
             return self._missing(operation, topic, first) or [first]
 
-        at_once = 1  # after a request that finds all its values, the next one asks for twice as many
+        at_once = 1  # number of values to request; doubles after each request that finds all of them
         with self._waiting(topic, timeout, range(self.count), missing) as deadline:
             while len(values) < len(awaited):
                 keys = awaited[len(values) : min(len(values) + at_once, _folder_end(len(values) + 1) - 1)]
@@ -321,7 +321,7 @@ class Rendezvous:
         self._deleted.update(keys)
 
     def _missing(self, operation: str, topic: str, first: int = 0) -> list[int]:
-        """Return the processes from ``first`` on whose values are missing, with few requests if they are few."""
+        """Return the processes from ``first`` on whose values are missing; takes few requests if few are missing."""
         folder = f"{self._prefix}/{operation}/{_quoted(topic)}"
         keys = {_process_key(folder, process): process for process in range(first, self.count)}
 
@@ -340,7 +340,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
-        """Raise PeerFailedError if the store is gone."""
+        """Raise PeerFailedError if the store cannot be reached."""
         try:
             yield
         except ConnectionError as error:
@@ -352,7 +352,7 @@ class Rendezvous:
 
 
 def missed_a_process(error: BaseException | None) -> bool:
-    """Return whether an error means that a process, or the store, did not answer this process or another one."""
+    """Return whether an error means that a process or the store did not answer, here or on another process."""
     if isinstance(error, PeerFailedError):
         return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
     return isinstance(error, BarrierTimeoutError)
@@ -360,14 +360,14 @@ def missed_a_process(error: BaseException | None) -> bool:
 
 @dataclass(slots=True)
 class _Retired:
-    """A rendezvous that process 0 has closed and some others have not."""
+    """A rendezvous that process 0 has closed and some other processes have not."""
 
     keys: list[str]
     deleted: set[str]
-    pending: list[list[str]]  # keys that the others store when they close it, by folder
+    pending: list[list[str]]  # keys that the other processes store on closing, by folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
-        """If all processes have closed it, delete all keys and return True."""
+        """Delete all keys and return True if all processes have closed the rendezvous."""
         while self.pending:
             if (reports := coordinator.try_get_all(self.pending[-1])) is None:
                 return False
@@ -381,18 +381,18 @@ class _Retired:
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # imported lazily: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only multi-process programs need it
 
     return quote(text, safe="")
 
 
 def _process_key(folder: str, process: int) -> str:
-    """Return the key for a value of one process; jax's service reads whole folders, so a folder has few keys."""
+    """Return the key for one process's value; jax's service reads whole folders, so each folder has few keys."""
     return f"{folder}/{process // _MOST_AT_ONCE}/{process}"
 
 
 def _folder_end(process: int) -> int:
-    """Return the first process whose keys are in another folder."""
+    """Return the next process whose keys are in another folder."""
     return (process // _MOST_AT_ONCE + 1) * _MOST_AT_ONCE
 
 
@@ -401,7 +401,7 @@ def part_keys(key: str, length: int) -> list[str]:
 
 
 def split_value(value: bytes) -> list[bytes]:
-    """Cut a value into parts of at most `PART_SIZE` bytes; the first begins with the header."""
+    """Split a value into parts of at most `PART_SIZE` bytes; the first part begins with the header."""
     head = _HEADER.pack(len(value), google_crc32c.value(value)) + value[:_FIRST_PART]
     return [head, *(value[begin : begin + PART_SIZE] for begin in range(_FIRST_PART, len(value), PART_SIZE))]
 

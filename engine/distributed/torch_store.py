@@ -1,4 +1,4 @@
-"""The coordinator on the store through which the processes of a torch program find each other."""
+"""The coordinator for torch programs, on the store through which their processes find each other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
-_PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store that polls 4,000 times a second at most
-_NO_DEADLINE = timedelta(days=20)  # as milliseconds, it fits into the integer that c10d waits for
-_SECONDS_TO_END = 2.0  # for a wait that is given up
-_IDLE_CONNECTIONS = 2  # each needs a file descriptor of the process that serves the store
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests a second over all processes
+_NO_DEADLINE = timedelta(days=20)  # in milliseconds, it fits the integer type that c10d uses for timeouts
+_SECONDS_TO_END = 2.0  # time for an abandoned wait to end
+_IDLE_CONNECTIONS = 2  # maximum kept; each needs a file descriptor in the process that serves the store
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
@@ -31,7 +31,7 @@ def _prefixed(name: str, store: Any) -> Any:
 
 
 def _is_polled(store: Any) -> bool:
-    """Return whether to poll, because waits of a store would poll, block the process group, or never end."""
+    """Return whether to poll, because the store's own waits would poll, block the process group, or never end."""
     while hasattr(store, "underlying_store"):  # a PrefixStore wraps another store
         store = store.underlying_store
     is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
@@ -41,41 +41,40 @@ def _is_polled(store: Any) -> bool:
 class TorchCoordinator:
     """The processes of a torch program, and the store through which they found each other."""
 
-    # A wait of the store blocks its connection, and prints warnings when it times out. So it has a separate thread and
-    # connection, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that all
-    # processes ignore.
+    # A store wait blocks its connection, and prints warnings on timeout. So each wait has its own thread and connection
+    # and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that all processes ignore.
 
-    # torchrun keeps its store and the values in it when it restarts the processes. So process 0 draws a name for all
+    # torchrun keeps its store and its values when it restarts the processes. So process 0 picks a random name for all
     # keys of this start, and gives it to each process that asks, under a key that no earlier process has used. If it
-    # ends before all have asked, it leaves the name and the time. Processes accept only a name left after they began.
+    # ends before all have asked, it leaves the name and the time. Processes accept only a name left after they started.
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
         self.process_count = count
         self._shared: Any = store
         self._connection: Any = None
-        self._is_current = is_current  # returns whether these are still the processes of the program
+        self._is_current = is_current  # returns whether this is still the program's process group
         self._start = os.urandom(8).hex()
         self._announcer: threading.Thread | None = None
-        self._leaves = threading.Event()  # whether this process ends
-        self._earlier = frozenset(_names)  # of earlier process groups of this process
+        self._leaves = threading.Event()  # set when this process is ending
+        self._earlier = frozenset(_names)  # start names from earlier process groups of this process
         self._is_polled = _is_polled(store)
-        self._waits: dict[str, Future[bytes]] = {}  # by key
-        self._idle: list[Any] = []  # connections of waits that have ended
+        self._waits: dict[str, Future[bytes]] = {}  # pending waits by key
+        self._idle: list[Any] = []  # connections of finished waits, for reuse
         _made.add(self)
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group does not block; made at the first call, which has a deadline."""
-        shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
+        """A connection that the process group does not block; opened by the first call, which has a deadline."""
+        shared = self._shared  # no lock, which would be held while a frozen process 0 does not answer
         if shared is not None:
             store = _prefixed("holdfast", shared)
             self._connection = store if self._is_current is None else self._of_this_start(store, self._is_current)
-            self._shared = None  # with a reference, process 0 would serve it after the process group is gone
+            self._shared = None  # while it is referenced, process 0 would serve it even after the process group is gone
         return self._connection
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
-        """Return the part of a store that earlier processes cannot have written to."""
+        """Return the part of a store that only processes of this start can have written to."""
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
@@ -100,7 +99,7 @@ class TorchCoordinator:
         return sys.modules["torch.distributed"].PrefixStore(start, store)
 
     def new_store(self, name: str) -> Any:
-        """Return another connection to the store, whose keys all begin with a name."""
+        """Return another connection to the store, with a prefix for all its keys."""
         return _prefixed(name, self._store)
 
     def put(self, key: str, value: bytes) -> None:
@@ -116,7 +115,7 @@ class TorchCoordinator:
             wait = wait or self._start_wait(key)
             try:
                 value = wait.result(timeout)
-            except TimeoutError:  # ask over the other connection, as the connection of the wait may be lost silently
+            except TimeoutError:  # ask over another connection, as the wait's own may be silently lost
                 if (late := self.try_get(key)) is None:
                     raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
                 self._waits.pop(key, None)
@@ -127,7 +126,7 @@ class TorchCoordinator:
             if value != _GIVEN_UP:
                 return value
         longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
-        while (elapsed := time.monotonic() - begin) < timeout:  # polls, also if another process has given up
+        while (elapsed := time.monotonic() - begin) < timeout:  # poll, also if another process has given up
             pause = min(max((waited + elapsed) / 16, _SHORTEST_PAUSE), longest)
             time.sleep(min(pause, timeout - elapsed))
             if (value := self.try_get(key)) is not None:
@@ -135,8 +134,8 @@ class TorchCoordinator:
         raise TimeoutError(f"no process stored {key} within {timeout:g} s")
 
     def _start_wait(self, key: str) -> Future[bytes]:
-        """Return the wait for a key; begin it unless another thread has."""
-        from concurrent.futures import Future  # imported lazily: only programs of several processes need it
+        """Return the wait for a key; start it unless another thread has done so."""
+        from concurrent.futures import Future  # imported lazily: only multi-process programs need it
 
         new: Future[bytes] = Future()
         wait = self._waits.setdefault(key, new)
@@ -156,7 +155,7 @@ class TorchCoordinator:
             if len(self._idle) < _IDLE_CONNECTIONS:
                 self._idle.append(connection)
             wait.set_result(value)
-        except BaseException as error:  # raised by the calls that wait for it
+        except BaseException as error:  # raised again by the calls that wait for it
             wait.set_exception(error)
 
     def give_up(self, key: str) -> None:
@@ -175,7 +174,7 @@ class TorchCoordinator:
             for key in list(self._waits):
                 self.give_up(key)
         self._leaves.set()
-        if self._announcer is not None:  # another process may need the name to read the values of this one
+        if self._announcer is not None:  # another process may need the name to read this one's values
             self._announcer.join(_SECONDS_TO_END)
 
     def try_get(self, key: str) -> bytes | None:
@@ -200,16 +199,16 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: the keys for answers, and the processes that have one
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: requested answer keys, and processes with an answer
 
 
 def _announce(
     starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Give the name of this start to all processes that ask for it, until all have it; leave it for the rest."""
+    """Send the name of this start to all processes that ask, until all have it; on exit, leave it for the others."""
     others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
-    with contextlib.suppress(ConnectionError):  # the store, or this process, ends
+    with contextlib.suppress(ConnectionError):  # the store or this process is ending
         while others and is_current() and not leaves.is_set():
             with _in_store():
                 asked = set(starts.get(_ASKED).split()) if starts.check([_ASKED]) else set()
@@ -227,7 +226,7 @@ def _announce(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start has left, or None if it has not ended."""
+    """Return the name that process 0 of this start left when it ended, or None if it has not ended."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()
@@ -235,7 +234,7 @@ def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
 
 
 def _process_began() -> float:
-    """Return when this process began or, if the system does not report it, when this module was imported."""
+    """Return the start time of this process or, if the system does not report it, the import time of this module."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -252,17 +251,17 @@ def _growing_pauses() -> Iterator[float]:
 
 
 _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
-_calling: set[int] = set()  # the threads that are in a store, by their identifiers
-_ends = threading.Event()  # whether this process calls no store any more
+_calling: set[int] = set()  # identifiers of the threads that are in a store call
+_ends = threading.Event()  # set once this process makes no more store calls
 _imported = time.time()
-_names: set[str] = set()  # the names of starts that this process has received
+_names: set[str] = set()  # start names that this process has received
 
 
 @contextlib.contextmanager
 def _in_store() -> Iterator[None]:
-    """Convert errors of a store to Python's own, and refuse calls once this process ends."""
+    """Convert store errors to built-in exceptions, and refuse calls once this process is ending."""
     thread = threading.get_ident()
-    _calling.add(thread)  # before the event is tested, so that `_end_calls` sees every call that is not refused
+    _calling.add(thread)  # before the event is checked, so that `_end_calls` sees every call that is not refused
     try:
         if _ends.is_set():
             raise ConnectionError("torch.distributed's store: this process ends, and does not call it any more")
@@ -273,8 +272,8 @@ def _in_store() -> Iterator[None]:
         _calling.discard(thread)
 
 
-# Python stops running threads when it ends, and a thread that is in torch's store then aborts the process. So all waits
-# are given up first, and then the running calls end.
+# Python stops running threads at exit, and a thread inside torch's store then aborts the process. So all waits are
+# ended first, and then the running calls are awaited.
 
 
 def _end_waits() -> None:
@@ -291,10 +290,10 @@ def _end_calls() -> None:
         time.sleep(_SHORTEST_PAUSE)
 
 
-# Ordinary exit functions run after the saves have ended, when no thread can be started any more.
+# Ordinary exit handlers run after the saves have ended, when no thread can be started anymore.
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)
-# A forked process has neither the waits nor the calls.
+# A forked child has none of its parent's waits and calls.
 os.register_at_fork(after_in_child=_made.clear)
 os.register_at_fork(after_in_child=_calling.clear)

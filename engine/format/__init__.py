@@ -1,4 +1,4 @@
-"""The formats on disk, as pure functions from bytes and to bytes."""
+"""The on-disk formats, as pure functions that encode to bytes and decode from bytes."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
-"""Small folders as one zip file: their files, uncompressed, in the order in which they were written.
+"""Small folders stored as a single zip file: uncompressed files, in the order in which they were written.
 
-A zip file has no dates and no extra fields, so its files determine it. Its comment says that holdfast wrote it.
+The zip file has no dates and no extra fields, so its bytes depend only on the files. Its comment names holdfast.
 
-The format is https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
+The format is specified at https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Mapping
 
 from ..errors import DamagedCheckpointError
 
-ARCHIVE = ".zip"  # suffix of the names of zip files
-ARCHIVE_LIMIT = 512 << 20  # bytes of the largest zip file that is read, into memory
-ARCHIVE_FILES = 1 << 14  # maximum number of files in a zip file
+ARCHIVE = ".zip"  # file name suffix of zip files
+ARCHIVE_LIMIT = 512 << 20  # maximum size in bytes of a zip file that is read, into memory
+ARCHIVE_FILES = 1 << 14  # maximum number of files per zip file
 
 _COMMENT = b"saved by holdfast"
-_VERSION = 20  # of the format that a reader needs
-_UTF_8 = 0x800  # flag: names are in UTF-8
-_DATE = 0x21  # 1980-01-01, the earliest
-# Signature, version, flags, method, time, date, CRC-32, size (twice), length of the name, length of extra fields.
+_VERSION = 20  # zip version needed to extract (2.0)
+_UTF_8 = 0x800  # flag: file names are UTF-8
+_DATE = 0x21  # 1980-01-01, the earliest date that zip can represent
+# Local file header: signature, version, flags, method, time, date, CRC-32, size (twice), name and extra field lengths.
 _FILE = struct.Struct("<4s5H3L2H")
-# Signature, version twice, and the same; then comment, disk, attributes (twice) and offset of the file.
+# Directory entry: signature, version (twice), the fields above; comment length, disk, attributes (twice), file offset.
 _ENTRY = struct.Struct("<4s6H3L5H2L")
-# Signature, disks (twice), numbers of entries (twice), size and offset of the entries, length of the comment.
+# End record: signature, disks (twice), entry counts (twice), directory size and offset, comment length.
 _END = struct.Struct("<4s4H2LH")
 _REGULAR = 0o100644 << 16  # attributes of a regular file
 
@@ -36,7 +36,7 @@ def is_inside(path: str) -> bool:
 
 
 def encode_archive(files: Mapping[str, bytes]) -> bytes:
-    """Return the zip file of some files, by path; raise ValueError if there are too many."""
+    """Encode files, given by path, as a zip file; raise ValueError if there are too many."""
     if len(files) > ARCHIVE_FILES:
         raise ValueError(f"{len(files)} files; a zip file of ours holds up to {ARCHIVE_FILES}")
     parts: list[bytes] = []
@@ -55,7 +55,7 @@ def encode_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the offset of the content of each file in a zip file, given the sizes of its files in their order."""
+    """Return the content offset of each file in a zip file, given the file sizes in order."""
     offsets, end = {}, 0
     for path, size in sizes.items():
         offsets[path] = end + _FILE.size + len(path.encode())
@@ -64,7 +64,7 @@ def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
-    """Return the files in a zip file that :func:`encode_archive` has made."""
+    """Return the files in a zip file written by :func:`encode_archive`."""
     files: dict[str, bytes] = {}
     offset = 0
     while len(files) <= ARCHIVE_FILES and data[offset : offset + 4] == b"PK\3\4" and len(data) >= offset + _FILE.size:
@@ -78,8 +78,8 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
             raise DamagedCheckpointError(f"{source} holds a file with the path {name!r:.80}")
         files[name] = data[begin : begin + size]
         offset = begin + size
-    # The files determine the zip file. So if it matches, all sizes and checksums are right, nothing is compressed, and
-    # there is nothing else in it.
+    # The files determine the bytes of the zip file. So if they match, all sizes and checksums are right, nothing is
+    # compressed, and there is nothing else in the file.
     if len(files) > ARCHIVE_FILES or encode_archive(files) != data:
         raise DamagedCheckpointError(
             f"{source} is not a zip file as holdfast writes them: stored files one after the other, and nothing else"
@@ -88,5 +88,5 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
 
 
 def is_our_archive(data: bytes) -> bool:
-    """Return whether data begins and ends like a zip file that holdfast writes."""
+    """Return whether data begins and ends like a zip file written by holdfast."""
     return data[:2] == b"PK" and data.endswith(_COMMENT)

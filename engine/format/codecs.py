@@ -1,11 +1,11 @@
-"""Checksums, digests, compression and varints: CRC-32C, which protects every byte that is stored, XXH3, zstd, ULEB128.
+"""Checksums, digests, compression and varints: CRC-32C, which protects all stored bytes, XXH3, zstd and ULEB128.
 
-CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format and of zarr's codec ``crc32c``. zstd
-(RFC 8878) compresses chunks on request, and TensorStore compresses OCDBT nodes with it. A compressed chunk is one zstd
-frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it. XXH3 with 128 bits shows
-whether bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
+CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format and of zarr's ``crc32c`` codec. zstd
+(RFC 8878) compresses chunks on request, and TensorStore uses it for OCDBT nodes. A compressed chunk is one zstd frame
+followed by the CRC-32C of the frame, as defined by zarr's codecs ``[bytes, zstd, crc32c]``. 128-bit XXH3 shows whether
+bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
 
-A varint has seven bits a byte, the lowest first; the top bit of a byte is set if another byte follows. OCDBT stores
+A varint has seven bits per byte, the lowest first; the top bit of a byte is set if another byte follows. OCDBT stores
 every count and length this way: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
@@ -24,11 +24,11 @@ from ..errors import DamagedCheckpointError
 
 Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
-LEVELS = range(1, 23)  # the levels of compression, from the fastest to the smallest
+LEVELS = range(1, 23)  # zstd compression levels, from the fastest to the smallest
 
-_PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for larger parts costs more than decompressing
-_HELD = 64 << 10  # bytes that are hashed at a time without releasing the GIL
-_RATIO = 1 << 15  # largest number of content bytes for a byte of a frame: a block of 128 KiB has at least four bytes
+_PART = 1 << 20  # bytes decompressed at a time; fresh memory for larger parts costs more than decompressing
+_HELD = 64 << 10  # bytes hashed at a time without releasing the GIL
+_RATIO = 1 << 15  # maximum compression ratio: a block of up to 128 KiB takes at least four bytes
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -41,14 +41,14 @@ def extend(crc: int, data: Data) -> int:
 
 
 class ContentDigest:
-    """Incremental 128-bit digest."""
+    """An incremental 128-bit digest."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: NDArray[np.uint8]) -> None:
-        # Above some 100 kB, xxhash releases the GIL; another thread that computes would then hold it for milliseconds,
-        # for each piece.
+        # Above some 100 kB, xxhash releases the GIL; after each such piece, another computing thread would then hold it
+        # for milliseconds.
         view = data.data
         for start in range(0, len(view), _HELD):
             self._hash.update(view[start : start + _HELD])
@@ -58,17 +58,17 @@ class ContentDigest:
 
 
 def content_digest(data: NDArray[np.uint8]) -> bytes:
-    """Return the 128-bit digest of a buffer; other threads run meanwhile."""
+    """Return the 128-bit digest of a buffer; other threads can run meanwhile."""
     return xxhash.xxh3_128_digest(data.data)
 
 
 def checksums_of(parts: Sequence[bytes]) -> list[int]:
-    """Compute the CRC-32C of each of many short parts."""
+    """Compute the CRC-32C of each of many short byte strings."""
     return list(map(google_crc32c.value, parts))
 
 
 def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
-    # The C function accepts bytes and read-only arrays, and refuses buffers that could change during the call.
+    # The C function accepts bytes and read-only arrays, but refuses buffers that could change during the call.
     if isinstance(data, bytes) or not len(data):
         return bytes(data)
     array = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
@@ -79,7 +79,7 @@ def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
 
 
 def _zstd() -> Any:
-    """Return the module of zstd, which most programs never need."""
+    """Import the zstd module lazily, as most programs never need it."""
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
@@ -88,21 +88,21 @@ def _zstd() -> Any:
 
 
 def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[bytes]:
-    """Compress chunks without holding the GIL."""
+    """Compress chunks, releasing the GIL."""
     compressor = _zstd().ZstdCompressor(level)
     frames = [compressor.compress(chunk.data, compressor.FLUSH_FRAME) for chunk in chunks]
     return [frame + crc32c(frame).to_bytes(4, "little") for frame in frames]
 
 
 def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) -> bytes:
-    """Decompress up to ``frames`` zstd frames without holding the GIL; allocate only the memory of their content."""
+    """Decompress up to ``frames`` zstd frames, releasing the GIL; allocate only the memory that their content needs."""
     return b"".join(_parts(data, limit, frames))
 
 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress one zstd frame of ``size`` bytes into ``memory``, which is requested once the size is plausible."""
+    """Decompress a zstd frame of ``size`` bytes into ``memory``, which is requested only for a plausible size."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")
@@ -119,7 +119,7 @@ def decompress_exactly(
 
 
 def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
-    """Return the size of the content that a frame states, or None."""
+    """Return the content size stated in a frame's header, or None."""
     data = frame if isinstance(frame, bytes) else frame.data
     if bytes(data[:4]) != _MAGIC:
         raise DamagedCheckpointError("its zstd frame does not begin with the magic number")
@@ -132,7 +132,7 @@ def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
 
 
 def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Iterator[bytes]:
-    """Generate the content of frames, in parts that stay in the processor's cache."""
+    """Yield the content of frames in parts small enough to stay in the CPU cache."""
     stated = _stated_size(frame)
     if stated is not None and stated > limit:
         raise DamagedCheckpointError(f"its zstd frame promises {stated} bytes, more than the limit of {limit}")
@@ -140,7 +140,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
     data = frame if isinstance(frame, bytes) else frame.data
     left = limit
     for _ in range(frames):
-        # A frame that needs a larger window is refused.
+        # Refuses a frame that needs a larger window.
         decompressor = zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 27})
         while not decompressor.eof:
             try:
@@ -153,7 +153,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
             if decompressor.needs_input and not decompressor.eof:
                 break
             yield part
-            data = b""  # the decompressor keeps the rest
+            data = b""  # the decompressor holds the remaining input
         data = decompressor.unused_data
         if not decompressor.eof or not data:
             break
@@ -164,7 +164,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
 # ---- varints
 
 INT64_MAX, UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
-_MAX_BYTES = 10  # longest encoding of a 64-bit number
+_MAX_BYTES = 10  # maximum length of an encoded 64-bit number
 
 
 def encode_varint(value: int) -> bytes:
@@ -201,7 +201,7 @@ def encode_varints(values: NDArray[Any]) -> bytes:
 
 
 def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], int]:
-    """Decode a column of numbers; return them and their size in bytes."""
+    """Decode a column of numbers; return them and their encoded size in bytes."""
     if count > data.size:
         raise ValueError(f"{count} numbers cannot lie in {data.size} bytes")
     if not count:

@@ -1,7 +1,7 @@
-"""Msgpack, and arrays in it as Flax defined them.
+"""Msgpack, with arrays in the encoding defined by Flax.
 
 The format is https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1 that holds the
-msgpack of its shape, the name of its dtype, and its bytes in C order:
+msgpack encoding of its shape, the name of its dtype, and its bytes in C order:
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from ..errors import DamagedCheckpointError
 from .zarr import dtype_from_name, dtype_name
 
-ARRAY_EXTENSION = 1  # type of the extension that holds an array
+ARRAY_EXTENSION = 1  # msgpack extension type of arrays
 
-_DEPTH = 200  # levels of containers
-_PART = 1 << 20  # bytes that the library gets at a time
-_AXES = 64  # numpy makes no array of more axes
-_LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes
+_DEPTH = 200  # maximum nesting depth of containers
+_PART = 1 << 20  # bytes passed to the library at a time
+_AXES = 64  # maximum number of axes of a numpy array
+_LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of encoded lists
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _KEYS = (str, int, bytes, type(None))
 
-# Makes the value of an extension: takes its type, its content, and the number of containers around it.
+# Builds the value of an extension from its type, its content, and the number of enclosing containers.
 Extension = Callable[[int, bytes, int], Any]
 Mapper = Callable[[dict[Any, Any]], Any]
 
@@ -36,12 +36,12 @@ Mapper = Callable[[dict[Any, Any]], Any]
 def decode_msgpack(
     content: bytes, *, extension: Extension | None = None, mapping: Mapper | None = None, depth: int = 0
 ) -> Any:
-    """Read one value; ``mapping`` may replace each dictionary by the value that it represents."""
+    """Decode a single value; ``mapping`` may replace each dictionary by the value that it represents."""
     return _Reader(content, extension, mapping).whole(depth)
 
 
 def encode_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Write a dictionary of arrays, as ``flax.serialization.msgpack_restore`` reads it."""
+    """Encode a dictionary of arrays, as ``flax.serialization.msgpack_restore`` expects it."""
     msgpack: Any = importlib.import_module("msgpack")
     packed = {}
     for name, array in arrays.items():
@@ -52,7 +52,7 @@ def encode_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def decode_array(content: bytes) -> NDArray[Any]:
-    """Read the content of an array's extension; the result is read-only."""
+    """Decode the content of an array extension; the result is read-only."""
     parts = decode_msgpack(content)
     if not isinstance(parts, list) or len(parts) != 3:
         raise DamagedCheckpointError("an array is damaged: expected its shape, dtype and bytes")
@@ -63,7 +63,7 @@ def decode_array(content: bytes) -> NDArray[Any]:
 
 
 def array_of(shape: Any, dtype: np.dtype[Any], data: Any) -> NDArray[Any]:
-    """Return a view of ``data`` as an array; raise DamagedCheckpointError if dtype, shape and data do not fit."""
+    """Return a view of ``data`` as an array; raise DamagedCheckpointError if dtype, shape and data do not match."""
     if not isinstance(shape, list) or len(shape) > _AXES or not all(type(n) is int and n >= 0 for n in shape):
         raise DamagedCheckpointError(f"an array is damaged: it has the shape {shape!r:.80}")
     expected = math.prod(shape) * dtype.itemsize
@@ -72,7 +72,7 @@ def array_of(shape: Any, dtype: np.dtype[Any], data: Any) -> NDArray[Any]:
         raise DamagedCheckpointError(f"an array of {dtype}{shape} is damaged: expected {expected} bytes, found {found}")
     try:
         return np.ndarray(tuple(shape), dtype, data)
-    except ValueError as error:  # more elements than numpy can count, of no bytes
+    except ValueError as error:  # zero bytes in total, but more elements than numpy can count
         raise DamagedCheckpointError(f"an array of {dtype}{shape} is damaged: {error}") from error
 
 
@@ -82,13 +82,13 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """Reads values; lists and dictionaries, for which msgpack allocates what they claim, grow by their elements."""
+    """Decodes values; lists and dictionaries grow element by element, as msgpack would trust the sizes they claim."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily: few programs read msgpack
         parts = (content[start : start + _PART] for start in range(0, len(content), _PART))
         file = SimpleNamespace(read=lambda _: next(parts, b""))
-        limit = max(len(content), 1 << 32)  # bytes of a value; the format allows no more
+        limit = max(len(content), 1 << 32)  # maximum size of a value in bytes; the format allows no more
         self._unpacker = self._msgpack.Unpacker(file, read_size=_PART, max_buffer_size=limit, ext_hook=_Extended)
         self._content = content
         self._extension = extension

@@ -1,9 +1,9 @@
-"""Reading of OCDBT databases, TensorStore's ordered maps from keys to values.
+"""Reads OCDBT databases, TensorStore's ordered key-value maps.
 
-A database is one manifest and the nodes of a B+tree, which are in data files. The manifest locates the root node of
-each version. A node begins with a table of the files that it refers to, and stores its keys as columns, each key
-without the prefix that it shares with the previous one. Manifest and nodes are frames: magic number, length, version,
-compression, body, checksum. The format is documented at
+A database consists of a manifest and the nodes of a B+tree, which are stored in data files. The manifest locates the
+root node of each version. A node begins with a table of the files that it refers to, and stores its keys as columns,
+each key without the prefix that it shares with the previous one. Manifest and nodes are frames: magic number, length,
+version, compression, body, checksum. The format is documented at
 https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
@@ -24,25 +24,25 @@ from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import is_inside
 from .codecs import INT64_MAX, Cursor, crc32c, decompress
 
-NODE_LIMIT = 128 << 10  # maximum size of a node, which is read to find a key, and decoded in a millisecond
-MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
+NODE_LIMIT = 128 << 10  # maximum node size in bytes; a node is read whole to find a key, and decoded in a millisecond
+MANIFEST_NAME = "manifest.ocdbt"  # file name of the manifest in a database's directory
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
-MISSING = (1 << 64) - 1  # offset and length of the root of an empty database
-SINGLE, _NUMBERED = 0, 1  # kinds of manifests
+MISSING = (1 << 64) - 1  # offset and length of the root in an empty database
+SINGLE, _NUMBERED = 0, 1  # manifest kinds
 # Follows a leaf node, before the checksums of its values in data files. Earlier versions wrote the checksums of all
-# values, and then this, at the end of the node file.
+# values, followed by this, at the end of the node file.
 CHECKSUMS_MAGIC = b"HfCrc32c"
 
-KEY_LIMIT = 65535  # bytes of the longest key
-INLINE_LIMIT = 1 << 20  # bytes of the longest inline value
-PATH_LIMIT = 65535  # bytes of the longest path of a data file
-_MEMORY_LIMIT = 1 << 30  # default for the bytes of memory that the nodes and entries of a database may occupy
-_BODY_LIMIT = 256 << 20  # bytes of the largest body that is decoded; TensorStore's default node size is 8 MiB
+KEY_LIMIT = 65535  # maximum key length in bytes
+INLINE_LIMIT = 1 << 20  # maximum size of an inline value in bytes
+PATH_LIMIT = 65535  # maximum length of a data file's path in bytes
+_MEMORY_LIMIT = 1 << 30  # default limit for the memory of a database's nodes and entries, in bytes
+_BODY_LIMIT = 256 << 20  # maximum size of a decoded body in bytes; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
-_SEARCHED = 8  # bisection finds up to one in 8 keys; for more, a dictionary of all keys is faster
-_FILES_LIMIT = 1 << 17  # files in one table
-_TABLE_LIMIT = 4 << 20  # bytes of their paths together
+_SEARCHED = 8  # bisect for up to one in 8 keys; for more, a dictionary of all keys is faster
+_FILES_LIMIT = 1 << 17  # maximum number of files in one table
+_TABLE_LIMIT = 4 << 20  # maximum total length of their paths in bytes
 
 HEAD = struct.Struct(">I")
 LENGTH = struct.Struct("<Q")
@@ -54,28 +54,28 @@ SHORTEST_FRAME = HEAD.size + LENGTH.size + 2 + CHECKSUM.size
 class Entries:
     """The content of a database, one element per key in every list and array except `files`."""
 
-    keys: list[bytes]  # the keys, strictly increasing
+    keys: list[bytes]  # keys, strictly increasing
     inline: list[bytes | None]  # the value, or None if it is in a data file
-    # Paths of the data files with values, relative to the directory of the database, in the order of their first value.
+    # Paths of the data files with values, relative to the database's directory, in the order of their first value.
     files: list[str]
     file_ids: NDArray[np.int64]  # index into `files`; 0 if the value is inline
     offsets: NDArray[np.int64]  # first byte in the file; 0 if the value is inline
     lengths: NDArray[np.int64]  # bytes in the file; 0 if the value is inline
-    # CRC-32C that the value must have; -1 if it is unknown, as for inline values. holdfast writes them next to the
-    # nodes, because a checksum inside a data file does not show that its bytes belong there.
+    # Expected CRC-32C of the value; -1 if unknown, as for inline values. holdfast writes it next to the nodes, because
+    # a checksum inside a data file does not prove that its bytes belong to the key.
     checksums: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def part(self, start: int, stop: int) -> Entries:
-        """Return the entries between two positions."""
+        """Return the entries from position ``start`` up to ``stop``."""
         columns = (self.file_ids, self.offsets, self.lengths, self.checksums)
         cut = slice(start, stop)
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, or -1. Keys at equal distances, as usual, are found without a search."""
+        """Return the position of each key, or -1. Equally spaced keys, the usual case, are found without a search."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -93,27 +93,27 @@ class Entries:
 class Root(NamedTuple):
     """The root node of one version of a database."""
 
-    height: int  # levels below the root
-    file: str  # its file, relative to the directory of the database
-    base: bytes  # the path, as bytes, that paths in the node are relative to
+    height: int  # number of levels below the root
+    file: str  # the file of the root node, relative to the database's directory
+    base: bytes  # base path, as bytes, to which the paths in the node are relative
     offset: int  # first byte in the file
     length: int  # size in bytes
-    key_count: int  # keys in the tree
-    tree_bytes: int  # size of all nodes, in bytes
-    value_bytes: int  # size of all values in data files, in bytes
+    key_count: int  # number of keys in the tree
+    tree_bytes: int  # total size of all nodes, in bytes
+    value_bytes: int  # total size of all values in data files, in bytes
 
 
 class NodePlace(NamedTuple):
-    """The place of bytes: a file, relative to the directory of the database, an offset and a length in bytes."""
+    """A byte range in a file: the path relative to the database's directory, offset and length in bytes."""
 
     file: str
     offset: int
     length: int
 
 
-# Reads places one after the other; if a file ends early, the bytes are fewer.
+# Reads byte ranges one after the other; returns fewer bytes for a file that ends early.
 ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
-KeyRange = tuple[bytes, bytes]  # the first key, and the one after the last
+KeyRange = tuple[bytes, bytes]  # first key, and the exclusive end
 
 
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
@@ -146,7 +146,7 @@ def decode_manifest(manifest: bytes) -> Root | None:
         raise FormatVersionError(
             f"{MANIFEST_NAME} names the compression method {compression}; known are 0 and 1 (zstd)"
         )
-    cursor.take(4 * compression)  # the level
+    cursor.take(4 * compression)  # the zstd level
     root = _decode_versions(cursor, 1 << arity_log2)
     cursor.finish()
     return root
@@ -182,64 +182,64 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     return Root(heights[-1], file.path, file.base, offset, length, *statistics)
 
 
-_ENTRY_BYTES = 100  # approximate memory of one entry without its key and value
-_GROWTH = 32  # bytes by which each byte of a node raises the memory limit; large databases need some 15
-_NODES_AT_A_TIME = 16  # nodes that are read together
-_NODE_BYTES = 4096  # counted for each node in addition to its size; limits the number of tiny nodes, and thus the time
+_ENTRY_BYTES = 100  # approximate memory of an entry without its key and value
+_GROWTH = 32  # by how many bytes each node byte raises the memory limit; large databases need about 15
+_NODES_AT_A_TIME = 16  # nodes read per batch
+_NODE_BYTES = 4096  # memory charged per node in addition to its size; limits the number of tiny nodes
 
 
 class _Reference(NamedTuple):
-    """An unread node, and the facts that its parent states."""
+    """A node that has not been read yet, as described by its parent."""
 
     height: int
     file: str
     base: bytes
     offset: int
     length: int
-    prefix: bytes  # the common prefix of all keys below
-    first: bytes  # the inclusive lower bound of the keys below
-    end: bytes | None  # the exclusive upper bound of the keys below; None for no bound
-    key_count: int  # keys below
+    prefix: bytes  # common prefix of all keys below
+    first: bytes  # inclusive lower bound of the keys below
+    end: bytes | None  # exclusive upper bound of the keys below; None if unbounded
+    key_count: int  # number of keys below
 
     def place(self, checksums: bool) -> NodePlace:
-        """Return the place to read; with ``checksums``, a leaf node includes those that may follow."""
+        """Return the byte range to read; with ``checksums``, a leaf includes the checksums that may follow it."""
         more = len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length) if checksums and not self.height else 0
         return NodePlace(self.file, self.offset, self.length + more)
 
 
 class Database:
-    """The newest version of a database, whose nodes are read as their keys are needed.
+    """The newest version of a database; nodes are read only when their keys are needed.
 
-    A hostile tree can refer to one node many times, so that a small file describes a huge database. Everything read
-    counts against one limit; only a node that overlaps no other node raises it.
+    A malicious tree can refer to one node many times, so that a small file describes a huge database. Everything read
+    counts against a single memory limit; only a node that overlaps no other node raises it.
 
-    Without ``checksums``, which only holdfast writes, those that follow the nodes are not read.
+    Without ``checksums``, the checksums after the nodes, which only holdfast writes, are not read.
     """
 
     def __init__(self, manifest: bytes, *, memory_limit: int = _MEMORY_LIMIT, checksums: bool = True) -> None:
         self._checksums = checksums
-        self._followed: bool | None = None  # whether checksums follow the leaf nodes; the first leaf decides
+        self._followed: bool | None = None  # whether checksums follow the leaf nodes; set by the first leaf
         root = decode_manifest(manifest)
         self.key_count = 0 if root is None else root.key_count  # keys in the tree
         none = np.zeros(0, np.int64)
-        self.entries = Entries([], [], [], none, none, none, none)  # the entries that have been decoded
-        self._unread: list[_Reference] = []  # in the order of their keys
+        self.entries = Entries([], [], [], none, none, none, none)  # the entries decoded so far
+        self._unread: list[_Reference] = []  # in key order
         if root is not None:
             self._unread.append(_Reference(*root[:5], b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
-        self._inline: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
+        self._inline: dict[bytes, bytes] = {}  # interned inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
-        self._nodes: list[Entries] = []  # the content of leaf nodes that `entries` does not have yet
+        self._nodes: list[Entries] = []  # decoded leaf nodes that are not in `entries` yet
 
     def decode(self, read_nodes: ReadNodes, ranges: Sequence[KeyRange] | None = None) -> None:
-        """Decode the entries with keys in some ranges, or all, and other entries of the same nodes."""
+        """Decode the entries with keys in ``ranges`` (None: all), along with the other entries of the same nodes."""
         while positions := self._unread_nodes(ranges):
             self._decode_nodes(positions, read_nodes)
         if not self._nodes:
             return
-        # The keys of each node ascend between the bounds that its parent states, as its decoding has verified.
+        # Decoding has verified that each node's keys ascend within the bounds given by its parent.
         nodes, decoded, start = [], self.entries, 0
         for node in sorted(self._nodes, key=lambda node: node.keys[0]):
             end = bisect(decoded.keys, node.keys[0])
@@ -258,7 +258,7 @@ class Database:
         self._nodes = []
 
     def _unread_nodes(self, ranges: Sequence[KeyRange] | None) -> list[int]:
-        """Return the positions of the unread nodes that may have keys in some ranges, or of all."""
+        """Return the positions of the unread nodes that may contain keys in ``ranges``; of all nodes for None."""
         if ranges is None:
             return list(range(len(self._unread)))
         positions = set()
@@ -271,7 +271,7 @@ class Database:
         return sorted(positions)
 
     def _decode_nodes(self, positions: Sequence[int], read_nodes: ReadNodes) -> None:
-        """Decode the unread nodes at some positions, and replace each by its children, until one cannot be read."""
+        """Decode the unread nodes at some positions and replace each by its children; stop at the first failure."""
         below: dict[int, list[_Reference]] = {}
         try:
             for start in range(0, len(positions), _NODES_AT_A_TIME):
@@ -289,8 +289,8 @@ class Database:
                     try:
                         self._spend(node.length + _NODE_BYTES, node.file)
                         below[position] = self._decode_node(node, data)
-                    except BaseException:  # the node may be read again, and must not count twice
-                        if self._memory_limit != left[1]:  # the node has raised it
+                    except BaseException:  # the node may be read again and must not be counted twice
+                        if self._memory_limit != left[1]:  # the node has raised the limit
                             self._read_parts[node.file].remove((node.offset, node.offset + node.length))
                         self._left, self._memory_limit = left
                         raise
@@ -307,7 +307,7 @@ class Database:
             raise DamagedCheckpointError(f"{source} describes a database of more than {self._memory_limit} bytes")
 
     def _grow(self, node: _Reference) -> None:
-        """Raise the limit for a node that shares no bytes with the previous nodes."""
+        """Raise the memory limit for a node that does not overlap any node read before."""
         parts = self._read_parts.setdefault(node.file, [])
         start, end = node.offset, node.offset + node.length
         position = bisect(parts, (start, end))
@@ -366,7 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually, all values are equal. The sizes are compared, too, because values may consist of zeros alone.
+        # Usually all values are equal. The sizes are compared, too, because values may consist only of zeros.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:
@@ -397,7 +397,7 @@ class Database:
         children = [files[file_id] for file_id in cursor.varints(count, len(files) - 1).tolist()]
         offsets, lengths = cursor.varints(count), cursor.varints(count)
         key_counts = cursor.wide_varints(count)
-        for _ in range(2):  # bytes of the tree, bytes of values
+        for _ in range(2):  # total bytes of nodes, total bytes of values
             cursor.wide_varints(count)
         cursor.finish()
         if (offsets > INT64_MAX - lengths).any():
@@ -410,7 +410,7 @@ class Database:
 
 
 def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
-    """Verify a frame and return a cursor at its body, decompressed if needed."""
+    """Verify a frame and return a cursor at the start of its body, decompressed if needed."""
     if len(frame) < SHORTEST_FRAME:
         raise DamagedCheckpointError(f"{source} is damaged: {len(frame)} bytes are too few for an OCDBT frame")
     (start,) = HEAD.unpack_from(frame)
@@ -443,7 +443,7 @@ def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
 
 
 class DataFile(NamedTuple):
-    """A file of a table, and the base path (as bytes) that paths in the nodes of that file are relative to."""
+    """A file in a node's file table, and the base path (bytes) to which the paths in that file's nodes are relative."""
 
     path: str
     base: bytes
@@ -474,7 +474,7 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
             text = (base + path).decode()
         except UnicodeDecodeError:
             cursor.fail(f"the path {base + path!r} in its file table is not UTF-8")
-        if text and not is_inside(text):  # an empty database refers to its missing root by the empty path
+        if text and not is_inside(text):  # an empty database gives its missing root the empty path
             cursor.fail(f"the path {text!r} in its file table leads out of the directory")
         files.append(DataFile(text, base + path_base))
         previous, previous_base = path, path_base
@@ -484,7 +484,7 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
 def decode_keys(
     cursor: Cursor, prefix_lengths: NDArray[np.int64], suffix_lengths: NDArray[np.int64], prefix: bytes, limit: int
 ) -> list[bytes]:
-    """Join each key from the prefix shared with the previous key and its suffix, which follows in the node."""
+    """Rebuild each key from the prefix that it shares with the previous key and its suffix, stored in the node."""
     lengths = suffix_lengths.copy()
     lengths[1:] += prefix_lengths
     if (prefix_lengths > lengths[:-1]).any():

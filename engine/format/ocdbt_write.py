@@ -1,7 +1,7 @@
-"""Writing of OCDBT databases from columns; :mod:`.ocdbt_read` describes the format.
+"""Writes OCDBT databases from columns; :mod:`.ocdbt_read` describes the format.
 
-The nodes are in one file, leaves first, and are not compressed. Each leaf is followed by the checksums of its values.
-TensorStore's ``ocdbt`` driver reads the database.
+The nodes are in a single file, leaves first, and are not compressed. Each leaf is followed by its values' checksums.
+TensorStore's ``ocdbt`` driver can read the database.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .ocdbt_read import (
 )
 from .zarr import chunk_keys, metadata_keys
 
-_ENTRY_BYTES = 40  # maximum size of an entry of an interior node without its key: eight numbers
+_ENTRY_BYTES = 40  # maximum size of an interior node's entry without its key: eight numbers
 _FIXED = 64  # maximum size of the part of a node that does not depend on its entries
-_ARITY_LIMIT = 1 << 20  # maximum number of entries of a node that TensorStore accepts
-# The configuration in the manifest, which TensorStore follows when it adds to a database.
+_ARITY_LIMIT = 1 << 20  # maximum number of entries per node that TensorStore accepts
+# Configuration in the manifest, which TensorStore follows when it adds to a database.
 _INLINE_BYTES = 100
 _NODE_BYTES = 8 << 20
 _ARITY_LOG2 = 4
-_NO_ROOT = Root(0, "", b"", MISSING, MISSING, 0, 0, 0)  # of an empty database
+_NO_ROOT = Root(0, "", b"", MISSING, MISSING, 0, 0, 0)  # root of an empty database
 
 
 @dataclass(slots=True, eq=False)
@@ -48,16 +48,16 @@ class Rows:
     """Consecutive entries of a database, one element per key in every array."""
 
     key: Callable[[int], bytes]  # returns the key of a row
-    shared: NDArray[np.integer]  # number of bytes that each key shares with the previous one; 0 for the first
-    suffix_ends: NDArray[np.int64]  # ends in `text` of the bytes of each key that follow the shared ones
-    text: bytes  # these bytes of all keys, joined
+    shared: NDArray[np.integer]  # number of bytes that each key shares with the previous key; 0 for the first
+    suffix_ends: NDArray[np.int64]  # end in `text` of each key's suffix, the bytes after the shared ones
+    text: bytes  # all suffixes, concatenated
     outside: NDArray[np.bool_]  # whether the value is in a data file
-    lengths: NDArray[np.int64]  # bytes of the value, inline or in a data file
+    lengths: NDArray[np.int64]  # size of the value in bytes, inline or in a data file
     file_ids: NDArray[np.integer]  # index into `files`; undefined if the value is inline
     offsets: NDArray[np.int64]  # first byte of the value in its file; undefined if the value is inline
-    inline: Sequence[bytes]  # the inline values, in order
-    files: Sequence[str]  # paths of the data files, relative to the directory of the database
-    # Checksums of the values for `Entries`; undefined if a value is inline. None writes no checksums.
+    inline: Sequence[bytes]  # the inline values, in row order
+    files: Sequence[str]  # paths of the data files, relative to the database's directory
+    # Checksums of the values, as in `Entries`; undefined for inline values. None: no checksums are written.
     checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Rows:
 def encode_database(
     batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = NODE_LIMIT
 ) -> tuple[bytes, bytes]:
-    """Encode a database with one version; return its manifest and its node file."""
+    """Encode a database with a single version; return its manifest and its node file."""
     level = [node for rows in batches for node in encode_leaves(rows, node_limit)]
     if not level:
         return encode_manifest(_NO_ROOT, database_id, created_ns), b""
@@ -109,19 +109,19 @@ def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
 
 
 class _Node(NamedTuple):
-    """A node and the facts that its parent states; counts include all nodes below it."""
+    """A node, as described in its parent; counts include all nodes below it."""
 
     frame: bytes
     key: bytes  # the first key
     key_count: int
-    tree_bytes: int  # size of the nodes
-    value_bytes: int  # size of the values in data files
+    tree_bytes: int  # total size of the nodes in bytes
+    value_bytes: int  # total size of the values in data files in bytes
     following: bytes = b""  # the checksums of a leaf's values
 
 
 def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
     suffix_sizes = np.diff(rows.suffix_ends, prepend=0)
-    inline_ends = np.cumsum(~rows.outside)  # inline values up to and including each row
+    inline_ends = np.cumsum(~rows.outside)  # number of inline values up to and including each row
     inline_sizes = np.where(rows.outside, 0, rows.lengths)
     costs = varint_sizes(rows.shared) + varint_sizes(suffix_sizes) + suffix_sizes
     costs += varint_sizes(rows.lengths) + 1 + inline_sizes
@@ -159,9 +159,9 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
 
 
 def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
-    """Return the end of the leaf node that begins with row `start`, its file table, and its rows' indices into it."""
+    """Return the end of the leaf that starts at row `start`, its file table, and its rows' indices into the table."""
     spent = int(ends[start - 1]) if start else 0
-    reserve = 0  # bytes for the table, which depends on the rows
+    reserve = 0  # bytes reserved for the table, whose size depends on the rows
     while True:
         stop = int(np.searchsorted(ends, spent + max(0, room - reserve), "right"))
         stop = min(max(stop, start + 1), start + _ARITY_LIMIT, len(rows))
@@ -177,17 +177,17 @@ def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tup
 def _parents(
     nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_file: str, node_limit: int
 ) -> list[_Node]:
-    """Encode the parents of nodes at ``offsets`` in the node file; each has at least two children."""
-    # The maximum size of an entry: the key, without the bytes shared with the previous key, and eight numbers.
+    """Encode the parents of nodes at ``offsets`` in the node file; every parent has at least two children."""
+    # Maximum entry size: the key without the bytes shared with the previous key, and eight numbers.
     keys = [node.key for node in nodes]
     ends = np.cumsum(np.array([len(key) for key in keys]) - shared_prefixes(keys) + _ENTRY_BYTES)
     parents: list[_Node] = []
     start = 0
     while start < len(nodes):
-        # The first key of a node is whole.
+        # The first key of a node is stored in full.
         room = node_limit - _FIXED - len(node_file) - len(keys[start]) + (int(ends[start - 1]) if start else 0)
         stop = max(start + 2, int(np.searchsorted(ends, room, "right")))
-        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # no node is left alone
+        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # avoid a last parent with a single child
         parents.append(_parent(nodes[start:stop], offsets[start:stop], height, node_file))
         start = stop
     return parents
@@ -198,7 +198,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
     counts = [np.array(column, np.int64) for column in zip(*(node[2:5] for node in nodes), strict=True)]
     lengths = np.array([len(node.frame) for node in nodes], np.int64)
     count = len(nodes)
-    # The zeros are the common prefixes of the keys below each child, and the numbers of the files.
+    # The zeros are the lengths of the prefixes common to all keys below a child, and the file numbers.
     head = (bytes([height]), encode_files([node_file]), encode_varint(count))
     keys = (encode_varints(shared[1:]), encode_varints(sizes), bytes(count), text)
     columns = map(encode_varints, (np.array(offsets, np.int64), lengths, *counts))
@@ -208,7 +208,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
 
 
 def key_columns(keys: list[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64], bytes]:
-    """Return the numbers of bytes that keys share with the previous key, and the sizes and bytes of their suffixes."""
+    """Return how many bytes each key shares with the previous key, and the sizes and bytes of the suffixes."""
     shared = shared_prefixes(keys)
     suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
     return shared, np.array([len(suffix) for suffix in suffixes], np.int64), b"".join(suffixes)
@@ -234,13 +234,13 @@ _LOWEST_BITS = np.uint64(1) << np.arange(0, 64, 8, dtype=np.uint64)
 
 
 def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
-    """Count the bytes that each key shares with the previous one."""
+    """Count the bytes that each key shares with the previous key."""
     shared = np.zeros(len(keys), np.int64)
     if len(keys) < 2:
         return shared
     lengths = np.array([len(key) for key in keys], np.int64)
     starts = np.cumsum(lengths) - lengths
-    # Eight bytes at a time, at any offset: a strided view of the joined keys as overlapping 64-bit words.
+    # Compares eight bytes at a time, at any offset: a strided view of the joined keys as overlapping 64-bit words.
     joined = b"".join((*keys, bytes(8)))
     words: NDArray[np.uint64] = np.ndarray((len(joined) - 7,), "<u8", joined, strides=(1,))
     limits = np.minimum(lengths[1:], lengths[:-1])
@@ -248,7 +248,7 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
     done = 0
     while pairs.size:
         differ = words[starts[pairs] + done] ^ words[starts[pairs + 1] + done]
-        lowest = differ & (~differ + np.uint64(1))  # only the lowest bit that differs
+        lowest = differ & (~differ + np.uint64(1))  # isolates the lowest differing bit
         equal = np.where(differ == 0, 8, np.searchsorted(_LOWEST_BITS, lowest, "right") - 1)
         counts = np.minimum(done + equal, limits[pairs])
         shared[pairs + 1] = counts
@@ -264,25 +264,25 @@ Grid = tuple[int, ...]
 
 
 def key_order(names: Sequence[str]) -> list[int]:
-    """Return the positions of arrays in the order of their keys."""
-    # The order of code points is also the order of their bytes in UTF-8.
+    """Return the positions of arrays in key order."""
+    # Code point order is the same as the byte order in UTF-8.
     return sorted(range(len(names)), key=[f"{name}/" for name in names].__getitem__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayIndex:
-    """The places of the chunks of arrays: sequences with an element for each array, columns with one for each chunk."""
+    """The locations of the chunks of arrays: sequences with one element per array, columns with one per chunk."""
 
-    names: Sequence[str]  # the names of the arrays in the order of `key_order`; all are different
+    names: Sequence[str]  # unique array names, in the order of `key_order`
     grids: Sequence[Grid]  # number of chunks of each array along each axis
-    metadata: Sequence[bytes]  # the ``zarr.json`` of each
-    files: Sequence[str]  # paths of the data files, relative to the directory of the database
-    # Index into `files`. Chunks are in the order of the arrays, and within an array in C order.
+    metadata: Sequence[bytes]  # the ``zarr.json`` of each array
+    files: Sequence[str]  # paths of the data files, relative to the database's directory
+    # Index into `files`. Chunks are in array order, and in C order within an array.
     file_ids: NDArray[np.integer]
     offsets: NDArray[np.int64]  # first byte of the chunk in its file
     lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
-    checksums: NDArray[np.uint32]  # CRC-32C of the chunk in its file, without the checksum that follows it there
-    # The number of the first chunk of each array, and the number of all chunks.
+    checksums: NDArray[np.uint32]  # CRC-32C of the stored chunk, without the checksum that follows it in the file
+    # Index of each array's first chunk, followed by the total number of chunks.
     starts: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -298,7 +298,7 @@ class ArrayIndex:
     ) -> tuple[bytes, bytes]:
         """Encode the index as an OCDBT database; return its manifest and its node file.
 
-        ``batch`` is the number of keys that are laid out in memory at a time, unless a single array has more.
+        ``batch`` is the number of keys laid out in memory at a time, unless a single array has more.
         """
         rows = self._batches(batch)
         return encode_database(
@@ -309,7 +309,7 @@ class ArrayIndex:
         templates: dict[Grid, _Template] = {}
         first = 0
         while first < len(self.names):
-            # A batch has at least one array. An array has one key more than chunks.
+            # A batch has at least one array. An array has one more key than it has chunks.
             ends = self.starts[first + 1 :] - self.starts[first] + np.arange(1, len(self.names) - first + 1)
             last = first + max(1, int(np.searchsorted(ends, size, "right")))
             grids = set(self.grids[first:last])
@@ -318,11 +318,11 @@ class ArrayIndex:
             first = last
 
     def _rows(self, first: int, last: int, templates: dict[Grid, _Template]) -> Rows:
-        """Lay out the keys of some arrays: the keys of the chunks, sorted as text, then the key of the metadata."""
+        """Lay out the keys of some arrays: for each, the chunk keys sorted as text, followed by the metadata key."""
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # no prefix begins with another prefix
+        common = shared_prefixes(prefixes)  # no prefix is the beginning of another
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
@@ -373,12 +373,12 @@ class ArrayIndex:
 
 
 class _Template:
-    """The keys of an array with a certain grid, without the array's name."""
+    """The keys of an array with a given grid, without the array's name."""
 
     def __init__(self, grid: tuple[int, ...]) -> None:
         keys = chunk_keys("", grid)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = [*(keys[number] for number in order), *metadata_keys([""])]
         self.longest = max(map(len, self.keys))
-        self.order: NDArray[Any] = np.array(order, np.int64)  # the chunk of each key but the last
+        self.order: NDArray[Any] = np.array(order, np.int64)  # chunk index for each key except the last
         self.shared, self.sizes, self.text = key_columns(self.keys)

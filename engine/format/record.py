@@ -1,11 +1,11 @@
-"""JSON files with a digest, and the commit record of one checkpoint, which is one of them.
+"""JSON documents with a digest, among them the commit record of a checkpoint.
 
 A document is one JSON object: ``{"format": "holdfast", "version": 1, "kind": ..., <body>, "digest": "crc32c:..."}``.
-The digest is the CRC-32C of the compact JSON text of all other members, in the order of the file: it covers every name,
-every value and the order of the members, but no white space. This rule holds for every version of the format.
+The digest is the CRC-32C of the compact JSON text of all other members, in file order: it covers every name, every
+value and the order of the members, but not whitespace. This rule holds for every version of the format.
 
 The record is the last file that a save writes. It lists every folder and file of the checkpoint with its size, and the
-digests of files that contain no digests. A checkpoint exists if and only if its record verifies.
+digests of files that do not contain digests themselves. A checkpoint exists if and only if its record verifies.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import ARCHIVE, is_inside, offsets_in_archive
 
 FORMAT = "holdfast"
-VERSION = 3  # the newest version of the format that is read
-_ARCHIVES_VERSION = 2  # of commit records with items that are zip files, which earlier versions do not read
-_PACKS_VERSION = 3  # of commit records whose zip files contain the zip files of several processes
+VERSION = 3  # newest format version that can be read
+_ARCHIVES_VERSION = 2  # version of commit records with items stored as zip files, which earlier versions cannot read
+_PACKS_VERSION = 3  # version of commit records whose zip files contain the zip files of several processes
 
-DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
+DOCUMENT_LIMIT = 128 << 20  # maximum size in bytes of a document that is read or written
 
 _RESERVED = ("format", "version", "kind", "digest")
-_READABLE = frozenset({"checkpoint"})  # kinds that users read; all others are compact
-_LEVELS = 4  # levels of indented objects: document, items, item and files; metadata may be nested deeper
+_READABLE = frozenset({"checkpoint"})  # kinds formatted for human readers; all others are compact
+_LEVELS = 4  # maximum depth of indentation: document, items, item and files; metadata may be nested deeper
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _spaced = json.JSONEncoder(allow_nan=False).encode
 
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
-PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
-DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
-_LATEST = 6e10  # latest time that is read, in seconds since 1970-01-01 UTC; every calendar has it
-OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by the run
-PADDED = "zero-padded_0"  # a folder with a commit record that versions without padded names refuse; no step
-# The names of the folders of steps: series and number, which may begin with zeros.
+PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; removed by the commit
+DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
+_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; every calendar can represent it
+OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
+PADDED = "zero-padded_0"  # not a step: a commit record that stops versions without zero-padded step names
+# Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
-WITNESS = "witness.jsonl"  # name of the file with the records of the steps after a save; no commit record names it
-WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of these files, one for each process
-WITNESS_LIMIT = 128 << 10  # bytes of such a file that are read
+WITNESS = "witness.jsonl"  # file with the records of the steps after a save; not listed in any commit record
+WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of these files, one per process
+WITNESS_LIMIT = 128 << 10  # maximum bytes read from such a file
 
-ITEM = "state"  # name of the item of a checkpoint that has only one
-TREES = "pytree"  # kind of an item that is a tree
-PROCESSES = "processes"  # kind of an item with a tree for each process
-OWN_FOLDER = "own"  # folder inside a tree's folder with a tree for each process
-COMPONENTS = "components"  # kind of an item that is a tree of components, each of which has a tree
-COMPONENT = "component.json"  # name of the file that describes a component, in the folder of its tree
-GRAPH = "graph.json"  # name of the file, in a tree's folder, with its objects and the edges between them
-GRAPH_KIND = "graph"  # kind of the document in this file
+ITEM = "state"  # item name in a checkpoint with a single item
+TREES = "pytree"  # kind of an item that is a pytree
+PROCESSES = "processes"  # kind of an item with one tree per process
+OWN_FOLDER = "own"  # folder, inside a tree's folder, with one tree per process
+COMPONENTS = "components"  # kind of an item that consists of components, each with its own tree
+COMPONENT = "component.json"  # name of the file, in a component's tree folder, that describes the component
+GRAPH = "graph.json"  # name of the file, in a tree's folder, that describes its objects and the edges between them
+GRAPH_KIND = "graph"  # document kind of this file
 
 _KIND = "checkpoint"
-_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # names of zip files with those of several processes
+_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # zip files that contain several processes' zip files
 
 
 def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
-    """Return a document; ``version`` is the oldest version of the format whose readers understand it."""
+    """Encode a document; ``version`` is the oldest format version whose readers understand it."""
     taken = [name for name in _RESERVED if name in body]
     if taken:
         raise ValueError(f"the body of a document cannot have members called {', '.join(taken)}")
@@ -82,7 +82,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Return JSON in which objects that contain objects are indented; the indentation of `json` takes much longer."""
+    """Return JSON that indents objects containing objects; much faster than the indentation of the `json` module."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Compute the digest from the bytes that `encode_document` wrote; None if they were reformatted since."""
+    """Compute the digest from the exact bytes that `encode_document` wrote; None if they have been reformatted."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -156,27 +156,27 @@ class FileRecord:
     """One file of an item."""
 
     size: int  # length in bytes
-    crc32c: int | None = None  # digest of the whole file, or None if the file contains digests
-    # For a zip file with the zip files of several processes: the length in bytes and the digest of each.
+    crc32c: int | None = None  # digest of the whole file; None if the file contains digests itself
+    # For a zip file that contains the zip files of several processes: the length in bytes and the digest of each.
     members: tuple[tuple[int, int], ...] = ()
-    # For a zip file inside such a file: its offset, and the length of the outer file in bytes. Not stored.
+    # For a zip file inside such a file: its offset, and the outer file's length in bytes. Not stored.
     within: tuple[int, int] | None = None
-    # Whether the save shares it with an earlier step. Not stored, as the earlier step may be deleted.
+    # Whether the file is shared with an earlier step. Not stored, as the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
-    # Whether its content already survives a power cut; the commit syncs all other files together. Not stored.
+    # Whether the content already survives a power failure; the commit syncs all other files together. Not stored.
     durable: bool = field(default=True, compare=False)
 
 
 def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
-    """Return the paths of the files that are not durable yet and of the folders above them; "" is the top folder."""
+    """Return the paths of the files that are not durable yet and of all their parent folders; "" is the top folder."""
     paths = {path for path, file in files.items() if not file.durable}
     return paths | {path[:end] for path in paths for end in (0, *(slash.start() for slash in re.finditer("/", path)))}
 
 
 class ItemRecord(NamedTuple):
     folder: str  # path inside the checkpoint's directory
-    kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user
-    # The files by their path inside the folder; if the folder is a zip file, it is the only one, with the path "".
+    kind: str  # "pytree", "json", "processes", "components", or "files" for a user's handler
+    # Files by path inside the folder; if the folder is a zip file, the only entry is that file, with the path "".
     files: Mapping[str, FileRecord]
 
     @property
@@ -185,17 +185,17 @@ class ItemRecord(NamedTuple):
 
     @property
     def paths(self) -> dict[str, FileRecord]:
-        """The files by their path inside the checkpoint's directory."""
+        """Files by path inside the checkpoint's directory."""
         return {f"{self.folder}/{path}" if path else self.folder: file for path, file in self.files.items()}
 
     @property
     def is_archive(self) -> bool:
-        """Whether the folder is a zip file."""
+        """Whether the item is stored as a zip file instead of a folder."""
         return "" in self.files
 
     @property
     def version(self) -> int:
-        """The oldest version of the format whose readers know all files of the item."""
+        """The oldest format version whose readers understand all files of the item."""
         if any(file.members for file in self.files.values()):
             return _PACKS_VERSION
         item = self if self.kind == PROCESSES else own_item(self.files) if self.kind == TREES else None
@@ -203,7 +203,7 @@ class ItemRecord(NamedTuple):
         return _ARCHIVES_VERSION if has_archives else 1
 
     def shares(self) -> list[ItemRecord]:
-        """Return the tree of each process of an item of kind ``"processes"``, in the order of the processes."""
+        """Return the trees of an item of kind ``"processes"``, in process order."""
         folders: dict[str, dict[str, FileRecord]] = {}
         for path, record in self.files.items():
             process, _, rest = path.partition("/")
@@ -225,8 +225,8 @@ class ItemRecord(NamedTuple):
         return [ItemRecord(f"{self.folder}/{folder}", TREES, folders[folder]) for folder in ordered]
 
     def components(self) -> dict[str, ItemRecord]:
-        """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root."""
-        # The folder of a component's tree is inside the component's directory.
+        """Return the trees of an item of kind ``"components"`` by component path, ``""`` for the root component."""
+        # A component's tree folder lies inside the component's directory.
         trees: dict[str, dict[str, FileRecord]] = {
             path.removesuffix(f"/{COMPONENT}"): {} for path in self.files if path.endswith(f"/{COMPONENT}")
         }
@@ -237,35 +237,35 @@ class ItemRecord(NamedTuple):
         return {
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
             for folder, files in trees.items()
-            if files  # none of one inside another
+            if files  # empty if the folder lies inside another tree's folder
         }
 
 
 def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
-    """Return the trees of single processes inside a tree's folder as an item; None without any."""
+    """Return the per-process trees inside a tree's folder as an item; None if there are none."""
     prefix = f"{OWN_FOLDER}/"
     own = {path.removeprefix(prefix): file for path, file in files.items() if path.startswith(prefix)}
     return ItemRecord(OWN_FOLDER, PROCESSES, own) if own else None
 
 
 def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
-    """Return the trees of single processes inside a tree's folder, in the order of the processes."""
+    """Return the per-process trees inside a tree's folder, in process order."""
     return [] if (own := own_item(files)) is None else own.shares()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    items: Mapping[str, ItemRecord]  # the items by name
-    time: float  # when it was committed, in seconds since 1970-01-01 UTC
-    step: int | None = None  # the step; None for a checkpoint outside a manager
-    reason: str = ""  # why it was saved, as text for users
-    metrics: Mapping[str, Any] | None = None  # metrics recorded with it (numbers, possibly nested), or None
-    custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with it, or None
-    pinned: bool = False  # whether the user asked to keep it for good
-    # Folders of the checkpoint that this one replaced; they may be removed.
+    items: Mapping[str, ItemRecord]  # items by name
+    time: float  # commit time, in seconds since 1970-01-01 UTC
+    step: int | None = None  # None for a checkpoint outside a manager
+    reason: str = ""  # why the checkpoint was saved, as text for users
+    metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
+    custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
+    pinned: bool = False  # whether the user asked to keep the checkpoint permanently
+    # Folders of the checkpoint that this one replaced; they can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # If this record is a summary, without files, for a process that saved with others: the identity of the stored
-    # record. Not stored.
+    # For a summary, which has no files and is made for a process that saved jointly with others: the identity of the
+    # stored record. Not stored.
     summarizes: str | None = field(default=None, compare=False)
 
     @property
@@ -274,11 +274,11 @@ class CheckpointRecord:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the files that the save shares with earlier steps; 0 for a record that was read."""
+        """Total size in bytes of the files that the save shares with earlier steps; 0 for a record that was read."""
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return the items by name, and the trees within them as ``name/0`` (processes) or ``name/learner``."""
+        """Return the items by name, and the trees inside them as ``name/0`` (processes) or ``name/learner``."""
         parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
@@ -290,17 +290,17 @@ class CheckpointRecord:
         return parts
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
-        """Return this record with more metrics; new values win."""
+        """Return a copy of this record with ``metrics`` added; new values override old ones."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
     def summary(self) -> CheckpointRecord:
-        """Return this record without its files, whose number grows with the number of processes that saved."""
+        """Return a copy of this record without its files, whose number grows with the number of saving processes."""
         items = {name: item._replace(files={}) for name, item in self.items.items()}
         return replace(self, items=items, summarizes=self.identity)
 
     @property
     def identity(self) -> str:
-        """Identity of the save: new metrics and pins keep it, another save of the same step changes it."""
+        """Identity of the save: unchanged by new metrics and pins, different for another save of the same step."""
         if self.summarizes is not None:
             return self.summarizes
         facts = json.dumps([float(self.time), self._items_document()], sort_keys=True)
@@ -308,7 +308,7 @@ class CheckpointRecord:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the properties that a checkpoint shares with its copies: the time and the files."""
+        """Digest of what a checkpoint has in common with its copies: time, step and files."""
         import hashlib  # imported lazily: it loads OpenSSL, and listing or reading checkpoints needs no such digest
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
@@ -320,7 +320,7 @@ class CheckpointRecord:
         return encode_document(_KIND, self.to_document(), version=version)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the record as JSON without the digest, for :meth:`from_document`."""
+        """Return the record as a JSON object without the digest; the inverse of :meth:`from_document`."""
         body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason}
         body["items"] = self._items_document()
         if self.metrics is not None:
@@ -349,7 +349,7 @@ class CheckpointRecord:
 
     @classmethod
     def from_document(cls, body: Mapping[str, Any], *, source: str) -> CheckpointRecord:
-        """Check the values of a document and return the record in it."""
+        """Validate a document and return the record that it contains."""
         try:
             items = {
                 str(name): ItemRecord(_relative_path(item["folder"]), str(item["kind"]), _files(item["files"]))
@@ -376,12 +376,12 @@ class CheckpointRecord:
 
 
 def pack_name(first: int, last: int) -> str:
-    """Return the name of the zip file with the zip files of consecutive processes."""
+    """Return the name of the zip file that contains the zip files of consecutive processes."""
     return f"{first}-{last}{ARCHIVE}"
 
 
 def _packed(path: str) -> range:
-    """Return the processes whose zip files are in the zip file at a path; none if its name is another one."""
+    """Return the processes whose zip files the file at ``path`` contains; empty if its name has another form."""
     name = _PACK.fullmatch(path.rpartition("/")[2])
     return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 
@@ -396,7 +396,7 @@ def _file_document(file: FileRecord) -> dict[str, Any]:
 
 
 def _members(path: str, members: Any) -> tuple[tuple[int, int], ...]:
-    """Check the lengths and digests of the members of a zip file."""
+    """Validate the lengths and digests of a zip file's members."""
     if not isinstance(members, list) or not members or len(_packed(path)) != len(members):
         raise ValueError(f"members {members!r:.80} of {path!r}")
     return tuple((_natural("file size", size), _crc32c(digest)) for size, digest in members)
@@ -416,7 +416,7 @@ def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def encode_metrics(value: Any) -> Any:
-    """Return metrics as JSON, in which text stands for NaN and infinities."""
+    """Convert metrics to JSON; NaN and infinities become strings."""
     if isinstance(value, Mapping):
         return {str(key): encode_metrics(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -441,7 +441,7 @@ def _decode_numbers(value: Any) -> Any:
 
 
 def _relative_path(path: Any) -> str:
-    """Return a path that stays below its directory; a hostile record must not lead outside."""
+    """Return the path if it stays below its directory; a malicious record must not lead outside."""
     if not isinstance(path, str) or not is_inside(path):
         raise ValueError(f"file path {path!r}")
     return path
@@ -460,7 +460,7 @@ def _crc32c(text: str) -> int:
 
 
 def _time(time: Any) -> float:
-    """Return a time, which must be a number that has a date."""
+    """Return a time, validated as a number that can be represented as a date."""
     if type(time) not in (int, float) or not abs(time) <= _LATEST:
         raise ValueError(f"time {time!r:.80}")
     return float(time)

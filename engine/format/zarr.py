@@ -1,4 +1,4 @@
-"""Zarr version 3 arrays: the names of dtypes, the metadata of arrays and the keys of their chunks.
+"""Zarr version 3 arrays: dtype names, array metadata and chunk keys.
 
 https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 """
@@ -21,12 +21,12 @@ DType: TypeAlias = "np.dtype[Any]"
 
 
 class Stored(NamedTuple):
-    """How the elements of an array are stored."""
+    """How an array's elements are stored."""
 
-    data_type: str  # the name of the zarr data type
-    numpy: DType  # the same as a numpy dtype, little endian
-    # None if elements are stored as themselves. Otherwise their bytes in memory are stored along an additional trailing
-    # axis of this size.
+    data_type: str  # name of the zarr data type
+    numpy: DType  # the same type as a little-endian numpy dtype
+    # None if elements are stored as they are. Otherwise, the bytes of each element are stored along an additional
+    # trailing axis of this size.
     extra: int | None
 
 
@@ -41,28 +41,28 @@ _PLAIN_TYPES: tuple[type[np.generic], ...] = (
     + (np.uint8, np.uint16, np.uint32, np.uint64)
 )
 _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar in _PLAIN_TYPES}
-# The list at https://google.github.io/tensorstore/driver/zarr3/index.html does not have these.
+# Not in the list at https://google.github.io/tensorstore/driver/zarr3/index.html
 _NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = r"([<>]?)(c?longdouble)([0-9]{1,3})"
-# Multiples of zero are refused: numpy divides by them, which ends the process.
+# Multiples of zero are refused: numpy would divide by them, which crashes the process.
 _UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 _NUMPY_NAME = rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 
 
 def _plain_or_ml(name: str) -> DType | None:
-    """Return the number dtype of numpy or ml_dtypes with this name, or None."""
+    """Return the numpy or ml_dtypes number dtype with this name, or None."""
     if name not in _ML_NAMES:
         return _PLAIN.get(name)
-    import ml_dtypes  # imported lazily: showing and verifying rarely need it
+    import ml_dtypes  # imported lazily: inspecting and verifying checkpoints rarely need it
 
-    scalar = getattr(ml_dtypes, name, None)  # older versions lack some
+    scalar = getattr(ml_dtypes, name, None)  # older versions lack some dtypes
     return None if scalar is None else np.dtype(scalar)
 
 
 @lru_cache(maxsize=1024)
 def dtype_name(dtype: DType) -> str:
-    """Return the name of a dtype, from which `dtype_from_name` restores it, byte order included."""
+    """Return the name of a dtype, from which `dtype_from_name` restores the dtype, including its byte order."""
     name = dtype.name
     if (named := _plain_or_ml(name)) is not None and named == dtype:
         return name
@@ -79,7 +79,7 @@ def dtype_name(dtype: DType) -> str:
 
 
 def dtype_from_name(name: str) -> DType:
-    """Return the dtype with a name that `dtype_name` returned."""
+    """Return the dtype for a name that `dtype_name` returned."""
     return _parse(name) if isinstance(name, str) else _unknown(name)
 
 
@@ -116,14 +116,14 @@ def _unknown(name: object) -> DType:
 
 
 def zarr_dtype(data_type: str) -> DType | None:
-    """Return the little-endian numpy dtype of a zarr data type, or None for an unknown one."""
+    """Return the little-endian numpy dtype for a zarr data type, or None for an unknown type."""
     dtype = None if data_type in _NOT_IN_ZARR else _plain_or_ml(data_type)
     return None if dtype is None else dtype.newbyteorder("<")
 
 
 @lru_cache(maxsize=1024)
 def storage_dtype(dtype: DType) -> Stored:
-    dtype_name(dtype)  # refuses a dtype without a name
+    dtype_name(dtype)  # raises for a dtype that has no name
     little = zarr_dtype(dtype.name)
     if little is not None and dtype.newbyteorder("<") == little:
         return Stored(dtype.name, little, None)
@@ -136,17 +136,17 @@ _BYTES_LIMIT = (1 << 63) - 1
 
 
 class ArrayMetadata(NamedTuple):
-    shape: tuple[int, ...]  # the shape of the array, in elements
-    data_type: str  # the name of the zarr data type
-    chunk_shape: tuple[int, ...]  # the shape of a chunk; chunks at the edges are stored whole, too
-    # The zstd level of compressed chunks, whose sizes only the index has; None if chunks are not compressed.
+    shape: tuple[int, ...]  # array shape, in elements
+    data_type: str  # name of the zarr data type
+    chunk_shape: tuple[int, ...]  # chunk shape; chunks at the edges are stored in full, too
+    # zstd level of compressed chunks, whose stored sizes are only in the index; None if chunks are not compressed.
     compression: int | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of stored elements, which are little endian."""
+        """The little-endian numpy dtype of the stored elements."""
         dtype = zarr_dtype(self.data_type)
-        assert dtype is not None  # decode_array_metadata has checked it
+        assert dtype is not None  # checked by decode_array_metadata
         return dtype
 
 
@@ -154,7 +154,7 @@ class ArrayMetadata(NamedTuple):
 def encode_array_metadata(
     shape: tuple[int, ...], data_type: str, chunk_shape: tuple[int, ...], compression: int | None = None
 ) -> bytes:
-    """Encode the ``zarr.json`` of an array whose chunks are little endian and followed by their checksum."""
+    """Encode the ``zarr.json`` of an array with little-endian chunks, each followed by its checksum."""
     if len(shape) != len(chunk_shape) or min(chunk_shape, default=1) < 1 or min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape} cannot have chunks of shape {chunk_shape}")
     fill: object = [0.0, 0.0] if data_type.startswith("complex") else False if data_type == "bool" else 0
@@ -179,8 +179,8 @@ def encode_array_metadata(
 
 
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
-    """Decode the ``zarr.json`` that `encode_array_metadata` wrote; refuse all others."""
-    # Many arrays of a tree have the same text; long texts are not worth the memory of the cache.
+    """Decode a ``zarr.json`` written by `encode_array_metadata`; refuse all others."""
+    # Many arrays of a tree have identical metadata; long texts are not worth the cache memory.
     return _decode_cached(data) if len(data) <= _CACHED_LIMIT else _decode(data)
 
 
@@ -213,7 +213,7 @@ _decode_cached = lru_cache(maxsize=4096)(_decode)
 
 
 def metadata_keys(names: Sequence[str]) -> list[bytes]:
-    """Return the keys of the ``zarr.json`` of arrays; the array at the root has the empty name."""
+    """Return the keys of the ``zarr.json`` of each array; the root array has an empty name."""
     keys = encode_names(names, "/zarr.json")
     if "" in names:
         keys[names.index("")] = b"zarr.json"
@@ -221,7 +221,7 @@ def metadata_keys(names: Sequence[str]) -> list[bytes]:
 
 
 def encode_names(names: Sequence[str], end: str = "") -> list[bytes]:
-    """Return the names of arrays, each followed by ``end``, as bytes: thousands in one step."""
+    """Encode array names, each followed by ``end``, as bytes; fast for thousands of names."""
     encoded = (f"{end}\n".join(names) + end).encode().split(b"\n")
     return encoded if len(encoded) == len(names) else [f"{name}{end}".encode() for name in names]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of any library, read as trees."""
+"""Checkpoints from any library, read as trees."""
 
 import lazy_loader
 

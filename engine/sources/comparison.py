@@ -1,4 +1,4 @@
-"""Compares two checkpoints leaf by leaf, and computes statistics of each leaf, with bounded memory."""
+"""Compares two checkpoints leaf by leaf, and computes statistics of each leaf, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from ..pytree import Box, PathFilter, Patterns, materialize
 from .native import leaf_path, trees_in
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
-_PART = 64 << 20  # bytes of one leaf that are read at a time
+_PART = 64 << 20  # bytes of a leaf that are read at a time
 
 Difference = Literal["missing", "added", "type", "values", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference:
-    """One leaf in which two checkpoints differ."""
+    """A leaf that differs between two checkpoints."""
 
-    item: str  # the item of the leaf
-    path: str  # its path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is no tree
-    kind: Difference  # "type": dtype or shape differ; "unknown": holdfast does not read the leaf
+    item: str  # name of the leaf's item
+    path: str  # path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is not a tree
+    kind: Difference  # "type": dtype or shape differs; "unknown": holdfast cannot read the leaf
     detail: str  # the difference as text for users
-    differing: int = 0  # the number of elements that differ; 0 if that does not apply
-    size: int = 0  # the number of elements
-    greatest: float = math.nan  # the greatest absolute difference of two elements; NaN if one is NaN or no number
-    relative: float = math.nan  # the same, divided by the greatest absolute element
-    first: tuple[int, ...] | None = None  # the index of the first element that differs
+    differing: int = 0  # number of differing elements; 0 if not applicable
+    size: int = 0  # total number of elements
+    greatest: float = math.nan  # largest absolute difference of two elements; NaN if one is NaN or not a number
+    relative: float = math.nan  # the same, divided by the largest absolute element
+    first: tuple[int, ...] | None = None  # index of the first differing element
 
     @property
     def name(self) -> str:
-        """The item and the path in one."""
+        """The item and the path, joined by a slash."""
         return f"{self.item}/{self.path}" if self.path else self.item
 
     def __str__(self) -> str:
@@ -54,14 +54,14 @@ def compare_checkpoints(
     atol: float = 0.0,
     progress: Progress = NULL,
 ) -> Iterator[LeafDifference]:
-    """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
+    """Yield the leaves that differ between two checkpoints, in the order of the first one's items and trees.
 
-    Generators from which no step has drawn are not compared, because they differ between runs unless the program seeds
+    Random generators that no step has drawn from are not compared: they differ between runs unless the program seeds
     them.
 
-    Values are equal if their bits are. With a tolerance, two elements are equal as well if ``|a - b| <= atol + rtol *
-    |a|``, and NaN equals NaN. Sharding, the library of an array, and metrics are not compared. ``progress`` counts the
-    bytes of the first checkpoint's leaves.
+    Values are equal if their bits are equal. With a tolerance, elements are also equal if ``|a - b| <= atol + rtol *
+    |a|``, and NaN equals NaN. Sharding, array libraries and metrics are not compared. ``progress`` counts the bytes of
+    the first checkpoint's leaves.
     """
     trees, others = dict(trees_of(first)), dict(trees_of(second))
     progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
@@ -90,7 +90,7 @@ def compare_checkpoints(
 
 
 def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
-    """Yield the trees of a checkpoint by name, including those of single processes."""
+    """Yield the trees of a checkpoint with their names, including the trees of single processes."""
     for name, kind in checkpoint.items.items():
         if kind == TREE:
             yield from trees_in(checkpoint, name)
@@ -151,7 +151,7 @@ def _compare_leaves(
 
 
 def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Divide an array along its first axis into boxes that are read one at a time."""
+    """Split an array along its first axis into boxes that are read one at a time."""
     if not shape or math.prod(shape) * itemsize <= _PART:
         yield Box((0,) * len(shape), shape)
         return
@@ -162,7 +162,7 @@ def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 
 class _Difference:
-    """The difference of two arrays, added up over their parts."""
+    """The difference between two arrays, accumulated over their parts."""
 
     def __init__(self, rtol: float, atol: float) -> None:
         self._tolerances = (rtol, atol)
@@ -212,7 +212,7 @@ class _Difference:
 def _bits_differ(part: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
     if part.dtype.itemsize == 0 or part.size == 0:
         return np.zeros(part.shape, np.bool_)
-    if part.dtype.char in "gG":  # the elements have unused bytes
+    if part.dtype.char in "gG":  # long double elements have padding bytes
         return np.asarray(~((part == other) | ((part != part) & (other != other))))
     ours, theirs = (np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8) for array in (part, other))
     return np.asarray((ours != theirs).any(axis=1)).reshape(part.shape)
@@ -234,36 +234,36 @@ def _short(value: Any) -> str:
 # ---- statistics of the values of each leaf, computed in one pass over its data
 
 
-_BATCH = 32 << 20  # bytes of leaves that are read together
-_LEAST = 8 << 10  # minimum of bytes that each of them counts, which bounds a batch of tiny leaves
-_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # errors of elements such as those of opaque dtypes
+_BATCH = 32 << 20  # total bytes of leaves that are read together
+_LEAST = 8 << 10  # minimum bytes counted per leaf, which limits the number of tiny leaves in a batch
+_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for non-numeric elements (opaque dtypes)
 
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of the values of one leaf; None if it has no finite element."""
+    """Statistics of a leaf's values; they are None if the leaf has no finite elements."""
 
-    item: str  # the item of the leaf
-    path: str  # its path in the tree
-    size: int  # the number of its elements
-    minimum: float | None = None  # the minimum of the finite elements, as for the next four
+    item: str  # name of the leaf's item
+    path: str  # path in the tree
+    size: int  # number of elements
+    minimum: float | None = None  # over the finite elements only, as are the next four fields
     maximum: float | None = None
     mean: float | None = None
-    deviation: float | None = None  # the standard deviation
-    norm: float | None = None  # the Euclidean norm
-    nan: int = 0  # the number of elements that are NaN
-    inf: int = 0  # the number of infinite elements
+    deviation: float | None = None  # standard deviation
+    norm: float | None = None  # Euclidean norm
+    nan: int = 0  # number of NaN elements
+    inf: int = 0  # number of infinite elements
 
 
 def leaf_statistics(
     checkpoint: CheckpointSource, select: Patterns | None = None, progress: Progress = NULL
 ) -> Iterator[LeafStatistics]:
-    """Yield statistics of every leaf of numbers, in the order of the trees.
+    """Yield statistics of each numeric leaf, in tree order.
 
-    Small leaves are read together, and a larger leaf alone, in parts.
+    Small leaves are read together; a larger leaf is read alone, in parts.
 
-    Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
-    "Algorithms for computing the sample variance" (1983). Complex elements count by their absolute values.
+    Sums are computed in float64; the means and deviations of an array's parts are merged as in Chan, Golub and LeVeque,
+    "Algorithms for computing the sample variance" (1983). Complex elements are represented by their absolute values.
     """
     chosen = PathFilter(select)
     trees = list(trees_of(checkpoint))
@@ -285,7 +285,7 @@ def _is_array(leaf: SavedLeaf) -> bool:
 
 
 def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
-    """Return the sums of small leaves or of any single leaf; None for a leaf whose elements are not numbers."""
+    """Return the running sums of several small leaves or of any one leaf; None for a leaf with non-numeric elements."""
     sums = [_Running() for _ in leaves]
     slabs = [_slabs(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
     nbytes = sum(leaf.nbytes for leaf in leaves)
@@ -302,11 +302,11 @@ def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list
 
 
 class _Running:
-    """Sums over the parts of one array."""
+    """Running sums over the parts of an array."""
 
     def __init__(self) -> None:
         self._count = self._nan = self._inf = 0
-        self._mean = self._squares = self._norm = 0.0  # squares: the sum of the squared distances from the mean
+        self._mean = self._squares = self._norm = 0.0  # squares: sum of squared distances from the mean
         self._minimum, self._maximum = math.inf, -math.inf
 
     def add(self, part: NDArray[Any]) -> None:
@@ -324,7 +324,7 @@ class _Running:
         with np.errstate(over="ignore"):
             self._norm = math.hypot(self._norm, float(np.linalg.norm(values.reshape(-1))))
             mean = float(values.mean())
-            if math.isinf(mean):  # The sum is out of range, and the mean is not.
+            if math.isinf(mean):  # the sum overflows, but the mean does not
                 mean = float((values / values.size).sum())
             squares = float(np.square(values - mean).sum())
         total = self._count + values.size

@@ -1,17 +1,17 @@
-"""The checkpoints that a path stands for: a single one, or those of a directory of steps, of holdfast or others.
+"""Finds the checkpoints that a path refers to: a single one, or a directory of steps, from holdfast or other libraries.
 
 All interfaces see a directory through :func:`find_steps`: the steps that holdfast wrote, or else those that another
-library wrote, and the newest of them. ``engine/steps.py`` has the rules for holdfast's; for another library, the format
-decides which steps belong together, and the newest is the one that its writer recorded, or else the highest.
+library wrote, and the newest of them. ``engine/steps.py`` has the rules for holdfast's steps; for another library, the
+format decides which steps belong together, and the newest is the one recorded by its writer, or else the highest.
 
-To add a format of another library, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
-below: the only place where the engine names packages that are built on it. The module is imported only when a name in a
-directory matches one of its patterns; it imports its libraries (tensorstore, msgpack, a framework) when it reads. It
-defines, for a location and the names or entries directly inside (none for a file):
+To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
+below, the only place where the engine names packages that are built on it. The module is imported only when a name in a
+directory matches one of its patterns, and imports its libraries (tensorstore, msgpack, a framework) only to read. It
+defines, for a location and the names or entries directly inside it (none for a file):
 
-- ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`, or None if the location has no
-  checkpoint of this format, and raises DamagedCheckpointError if it has a damaged one;
-- ``recognise_steps(location, entries)``, if runs have steps, which returns :class:`FoundSteps`.
+- ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`, or None if the location is not a
+  checkpoint of this format, and raises DamagedCheckpointError for a damaged one;
+- ``recognise_steps(location, entries)``, if the format has runs with steps, which returns :class:`FoundSteps`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("holdfast")
 
-NATIVE = "holdfast"  # the format of our own checkpoints
+NATIVE = "holdfast"  # format name of holdfast's own checkpoints
 
 
 class FoundSteps(NamedTuple):
-    """The steps of a directory, of holdfast or another library."""
+    """The steps in a directory, from holdfast or another library."""
 
-    format: str = ""  # which library wrote them; ``""`` if there are none
-    entries: tuple[StepEntry, ...] = ()  # all of them, including damaged ones: by series, in ascending order
-    noted: StepEntry | None = None  # the one that the writer recorded as the newest, or None
-    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run
+    format: str = ""  # the library that wrote the steps; ``""`` if there are none
+    entries: tuple[StepEntry, ...] = ()  # all steps, including damaged ones: by series, in ascending order
+    noted: StepEntry | None = None  # the step that the writer recorded as the newest, or None
+    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the run's metadata
 
     @classmethod
     def of(
@@ -69,7 +69,7 @@ class FoundSteps(NamedTuple):
         noted: int | None = None,
         metadata: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> FoundSteps:
-        """Return the steps of another library, given their locations and the step recorded as the newest."""
+        """Return another library's steps, given their locations and the step recorded as the newest."""
         entries = {step: StepEntry(step, location) for step, location in sorted(steps.items())}
         return cls(format, tuple(entries.values()), None if noted is None else entries[noted], metadata)
 
@@ -78,11 +78,11 @@ class FoundSteps(NamedTuple):
         return self.format == NATIVE
 
     def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step; with ``whole``, the newest whose commit record is not damaged."""
+        """Return the newest step; with ``whole``, the newest whose commit record is undamaged."""
         return self.noted or newest_step(self.entries, whole=whole)
 
     def step(self, step: int) -> StepEntry | None:
-        """Return one step, or None; refuse a number that several series have."""
+        """Return one step, or None; raise OptionError for a number that occurs in several series."""
         entries = [entry for entry in self.entries if entry.step == step]
         if len(entries) > 1:
             raise OptionError(
@@ -92,18 +92,18 @@ class FoundSteps(NamedTuple):
         return entries[0] if entries else None
 
     def by_step(self) -> dict[int, StepEntry]:
-        """Return the entries by step, in ascending order; refuse numbers that several series have."""
+        """Return the entries by step, in ascending order; raise OptionError for numbers that are in several series."""
         steps = sorted({entry.step for entry in self.entries})
         return {step: entry for step in steps if (entry := self.step(step))}
 
 
 class _Entry(NamedTuple):
-    """A line of the table of formats."""
+    """A row in the table of formats."""
 
-    module: str  # below ``integrations/formats``
-    inside: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a checkpoint
-    files: tuple[str, ...] = ()  # patterns of names; a file with such a name may be a checkpoint
-    steps: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a run with steps
+    module: str  # module name below ``integrations/formats``
+    inside: tuple[str, ...] = ()  # name patterns; a directory that contains a match may be a checkpoint
+    files: tuple[str, ...] = ()  # name patterns; a file whose name matches may be a checkpoint
+    steps: tuple[str, ...] = ()  # name patterns; a directory that contains a match may be a run with steps
     function: str = "recognise"
 
 
@@ -117,13 +117,13 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # The error about files that only TensorFlow before 0.12 reads names their format.
+    # Files that only TensorFlow before 0.12 can read: raises an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open a checkpoint of another library; return None if there is none, and refuse a part of one of ours."""
+    """Open a checkpoint of another library; return None if there is none; raise for a part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -137,7 +137,7 @@ def recognise(location: Location) -> CheckpointSource | None:
 
 
 def _is_our_archive(location: Location) -> bool:
-    """Return whether a file begins and ends like a zip file in which holdfast stores an item."""
+    """Return whether a file begins and ends like a zip file written by holdfast for an item."""
     if not location.name.endswith(ARCHIVE) or not location.is_there() or location.is_directory():
         return False
     with location.open_data() as file:
@@ -154,7 +154,7 @@ def _module(entry: _Entry) -> ModuleType:
 
 
 def find_steps(location: Location) -> FoundSteps:
-    """Return the steps of a directory: those of holdfast, or else those of another library."""
+    """Return the steps in a directory: holdfast's, or else another library's."""
     if location.exists() and not location.is_directory():
         with location.open_data() as file:
             content = left_by_download(file) or "a file of no supported format; checkpoints are directories"
@@ -173,7 +173,7 @@ def find_steps(location: Location) -> FoundSteps:
 
 
 def left_by_download(file: DataReader) -> str:
-    """Describe a file that a download left instead of a checkpoint; "" for other files."""
+    """Describe a file that a failed download left in place of a checkpoint; "" for other files."""
     content = file.read(0, min(64, file.size)).tobytes()
     if not content:
         return "an empty file"
@@ -185,13 +185,13 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Refuse a directory with steps of another run only; return False if it has steps of this run by now."""
-    # If a run has ``begun`` here before, files may come from another callback, such as Lightning's ModelCheckpoint,
-    # which share no name with its steps. Single checkpoints of hf.save and of graphs are no run.
+    """Raise CheckpointExistsError for a directory with only other runs' steps; return False if it has this run's."""
+    # If this run has ``begun`` here before, the files may come from another callback, such as Lightning's
+    # ModelCheckpoint, whose names differ from those of its steps. Single checkpoints of hf.save or graphs are no runs.
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # hf.save records no reason, and Checkpoint.save pins its checkpoints.
+    # hf.save records no reason, and Checkpoint.save pins its checkpoints: neither counts as a run.
     steps = [
         entry
         for entry in all_steps.entries
@@ -230,7 +230,7 @@ def _prefix_option(series: str) -> str:
 
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:
-    """Return the location of the checkpoint that a path stands for: the path itself, or one of its steps."""
+    """Return the location of the checkpoint that a path refers to: the path itself, or one of its steps."""
     if step is None or not has_record(location) or _has_steps(location):
         return location if step is None and not is_run(location) else find_step(location, step).location
     recorded = read_record(location).step
@@ -259,7 +259,7 @@ def find_step(location: Location, step: int | None) -> StepEntry:
 
 
 def _part_of(location: Location) -> str:
-    """Name the checkpoint of which an item, or the share of a process in an item, is a part; "" for other paths."""
+    """Name the checkpoint that contains this item, or one process's share of an item; "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():
@@ -269,12 +269,12 @@ def _part_of(location: Location) -> str:
 
 
 def is_run(location: Location) -> bool:
-    """Return whether a path may be a directory of steps: it is no checkpoint itself, or it has steps of holdfast."""
+    """Return whether a path may be a directory of steps: it is not a checkpoint itself, or it has holdfast steps."""
     return not has_record(location) and not is_foreign(location)
 
 
 def is_foreign(location: Location) -> bool:
-    """Return whether this is a checkpoint of another library, even a damaged one; never if it has holdfast's steps."""
+    """Return whether this is another library's checkpoint, even a damaged one; never true if it has holdfast steps."""
     if is_ours(location):
         return False
     try:
@@ -284,7 +284,7 @@ def is_foreign(location: Location) -> bool:
 
 
 def is_ours(location: Location) -> bool:
-    """Return whether holdfast wrote a checkpoint or a step here, perhaps among other files."""
+    """Return whether holdfast wrote a checkpoint or a step here, possibly among other files."""
     return has_record(location) or (location.is_directory() and _has_steps(location))
 
 

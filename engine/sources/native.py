@@ -1,4 +1,4 @@
-"""Opening of checkpoints of holdfast and other libraries by the path that a caller gives."""
+"""Opens checkpoints of holdfast and of other libraries by the path that a caller gives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class NativeCheckpoint(CheckpointSource):
-    """A checkpoint that holdfast committed."""
+    """A checkpoint committed by holdfast."""
 
     format = NATIVE
 
@@ -33,13 +33,13 @@ class NativeCheckpoint(CheckpointSource):
         self.location = location
         self.record: CheckpointRecord = read_record(location)
         with naming(location):
-            self.parts = self.record.parts()  # an item with a tree for each process has one part for each
+            self.parts = self.record.parts()  # an item with one tree per process has one part per process
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.nbytes = self.record.nbytes
         self.step, self.reason = self.record.step, self.record.reason
         self.time, self.metrics = self.record.time, self.record.metrics
         self.custom_metadata = self.record.custom_metadata
-        self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
+        self._opened: tuple[str, Location, Files] | None = None  # the most recently opened item
 
     def has_changed(self) -> bool:
         return has_changed(self.location, self.record)
@@ -48,7 +48,7 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder of an item and its files; the zip file of the last item is kept in memory."""
+        """Return the folder and files of an item; the zip file of the last item is cached in memory."""
         if self._opened is None or self._opened[0] != item:
             self._opened = None
             saved = self.parts[item]
@@ -89,7 +89,7 @@ class NativeCheckpoint(CheckpointSource):
 
 
 def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
-    """Yield one tree of a checkpoint, and the trees of single processes inside it."""
+    """Yield a tree of a checkpoint, followed by the trees of single processes inside it."""
     tree = checkpoint.tree(name)
     yield name, tree
     for process, share in enumerate(own_shares(checkpoint.files(name) or {})):
@@ -97,8 +97,8 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
 
 
 def leaf_path(item: str, name: str) -> str:
-    """Return the path of a leaf of a tree that :func:`trees_in` yields under the name of an item."""
-    if f"/{OWN_FOLDER}/" in item:  # the first key is the escaped path of an object, such as `data.train`
+    """Return the path of a leaf in a tree that :func:`trees_in` yields under the name ``item``."""
+    if f"/{OWN_FOLDER}/" in item:  # the first key is an object's escaped path, such as `data.train`
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
     return format_path(name)
@@ -108,7 +108,7 @@ def leaf_path(item: str, name: str) -> str:
 
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
-    """Open the checkpoint that a path stands for and read it; again if it is replaced, or a link is moved."""
+    """Open and read the checkpoint that a path refers to; retry if it is replaced or a symlink is repointed."""
 
     def look() -> CheckpointSource:
         if step is None:
@@ -125,7 +125,7 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
 
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
-    """Open the checkpoint that a path stands for."""
+    """Open the checkpoint that a path refers to."""
     if has_record(location) and (step is None or find_checkpoint(location, step) == location):
         return NativeCheckpoint(location)
     if step is None and not is_ours(location) and (source := recognise(location)) is not None:
@@ -138,18 +138,18 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     except CheckpointNotFoundError:
         if step is not None or entry.record is None:
             raise
-    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile; it may have saved a new one
+    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile, and may have saved a new one
 
 
 def open_at(location: Location) -> CheckpointSource:
-    """Open the checkpoint at a location that :func:`find_checkpoint` returned."""
+    """Open the checkpoint at a location returned by :func:`find_checkpoint`."""
     if has_record(location):
         return NativeCheckpoint(location)
-    return recognise(location) or NativeCheckpoint(location)  # the latter raises what is missing
+    return recognise(location) or NativeCheckpoint(location)  # the latter raises an error about what is missing
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Yield the share of each checkpoint in a call that reads all of them, by the bytes of its files."""
+    """Yield each checkpoint's share of the progress, by its size in bytes, for a call that reads all of them."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
@@ -162,11 +162,11 @@ def _nbytes(entry: StepEntry) -> int:
     try:
         return open_at(entry.location).nbytes
     except HoldfastError:
-        return 0  # it cannot be read, and the call itself raises why
+        return 0  # unreadable: the call itself raises the reason
 
 
 def described_steps(location: Location) -> FoundSteps:
-    """Return the steps of another library with records of their times, metrics and items, for a manager."""
+    """Return another library's steps with records of their times, metrics and items, for use by a manager."""
     steps = find_steps(location)
     if steps.is_native:
         return FoundSteps()

@@ -1,4 +1,4 @@
-"""Open checkpoints: trees with handles instead of arrays, which read the parts that an index selects."""
+"""Open checkpoints: trees with array handles, which read only the parts that an index selects."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .protocol import TREE, CheckpointSource
 
 
 class OpenCheckpoint:
-    """An open checkpoint: a context manager that returns its tree and closes the checkpoint at the end.
+    """An open checkpoint: a context manager that returns the tree, and closes the checkpoint on exit.
 
     Attributes:
-        tree: The saved containers, with an :class:`ArrayHandle` in the place of every array. Values that are no arrays
-            are as they were saved.
+        tree: The saved containers, with an :class:`ArrayHandle` in place of each array. Values that are not arrays are
+            as they were saved.
     """
 
     def __init__(self, source: CheckpointSource, item: str | None, select: Patterns | None) -> None:
@@ -48,14 +48,14 @@ class OpenCheckpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of its trees so far, including the index and gaps between chunks.
+        """Number of bytes read from its trees so far, including the index and gaps between chunks.
 
-        0 for a format whose own library reads it, such as HDF5.
+        0 for a format that is read through its own library, such as HDF5.
         """
         return sum(opened.bytes_read for opened in self._trees)
 
     def close(self) -> None:
-        """Close the checkpoint: its handles cannot read any more; arrays that were read remain valid."""
+        """Close the checkpoint: its handles can no longer read; arrays that were read remain valid."""
         for opened in self._trees:
             opened.close()
 
@@ -76,16 +76,16 @@ class OpenCheckpoint:
 
 
 class _Address(NamedTuple):
-    """The address of a handle's tree, with which another process opens it."""
+    """The address of a handle's tree, from which another process can open it."""
 
     location: Location  # the checkpoint
-    item: str  # the name of the tree
-    identity: str  # text that changes if another checkpoint replaces this one
-    is_stable: bool  # whether the identity is the same for the same checkpoint; otherwise it is random
+    item: str  # name of the tree
+    identity: str  # changes if another checkpoint replaces this one
+    is_stable: bool  # whether the identity is always the same for the same checkpoint; otherwise it is random
 
 
 class _OpenTree:
-    """A tree that handles read."""
+    """A tree from which handles read."""
 
     def __init__(self, checkpoint: CheckpointSource, item: str, tree: TreeSource) -> None:
         fingerprint = tree.fingerprint or _files_of(tree)
@@ -94,20 +94,20 @@ class _OpenTree:
         self.address = _Address(checkpoint.location, item, identity, bool(fingerprint))
         self._files = {} if tree.fingerprint else _identities(tree)
         self._reads: tuple[CheckpointSource, TreeSource] | None = checkpoint, tree
-        self._bytes_read = 0  # the count at the time of `close`
+        self._bytes_read = 0  # final count, set by `close`
 
     @property
     def bytes_read(self) -> int:
-        reads = self._reads  # another thread may close it meanwhile
+        reads = self._reads  # a local reference, as another thread may close the tree meanwhile
         return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
-        """Release the memory and the files of the tree, although its handles remain."""
+        """Release the tree's memory and files, even while handles to it remain."""
         self._bytes_read = self.bytes_read
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return the open checkpoint and its tree; if it is closed, the error says that a leaf cannot be ``action``."""
+        """Return the open checkpoint and its tree; the error for a closed one says that a leaf cannot be ``action``."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "
@@ -121,7 +121,7 @@ class _OpenTree:
 
     @contextlib.contextmanager
     def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
-        """Yield the tree; raise an error if the checkpoint is closed or deleted, or its files were replaced."""
+        """Yield the tree; raise an error if the checkpoint is closed or deleted, or its files have been replaced."""
         checkpoint, tree = self.opened(leaf, "read")
         try:
             yield tree
@@ -129,14 +129,14 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
-        # Files of other libraries do not show that they belong together.
+        # Other libraries' files do not show whether they belong together.
         now = _identities(tree) if self._files else {}
         if any(now.get(path, mark) != mark for path, mark in self._files.items()):
             raise _replaced(checkpoint.location, checkpoint.format)
 
 
 def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
-    """Return the error about a handle whose checkpoint another one, of ``new_format``, has replaced."""
+    """Return the error for a handle whose checkpoint has been replaced by another one, of ``new_format``."""
     if new_format == NATIVE:
         return CheckpointNotFoundError(
             f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, "
@@ -149,24 +149,24 @@ def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
 
 
 def _files_of(tree: TreeSource) -> str:
-    """Return names, sizes and times of the files of another library's tree; "" in a store."""
+    """Return the names, sizes and modification times of the files of another library's tree; "" in an object store."""
     if not tree.location.is_local:
         return ""
     top, files = os.fspath(tree.location), tree.files_read
     below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
     lines = [os.readlink(top) if os.path.islink(top) else ""]
     for path in sorted([*below] or [top] if files is None else map(os.fspath, files)):
-        with contextlib.suppress(OSError):  # another program has removed it
+        with contextlib.suppress(OSError):  # another program has removed the file
             status = os.stat(path)
             lines.append(f"{path} {status.st_size} {status.st_mtime_ns}")
     return "\n".join(lines)
 
 
 def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
-    """Return facts about the files and folders of a tree that change if another file or folder replaces one."""
+    """Return properties of a tree's files and folders that change if one of them is replaced."""
     identities = {}
     for path in [tree.location, *(tree.files_read or ())] if tree.location.is_local else ():
-        with contextlib.suppress(OSError):  # an open file that was deleted stays readable
+        with contextlib.suppress(OSError):  # an open file remains readable after it is deleted
             status = os.stat(path)
             times = (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
             identities[os.fspath(path)] = status.st_dev, status.st_ino, *times
@@ -175,7 +175,7 @@ def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def _reopened(address: _Address) -> _OpenTree:
-    """Open the tree of a handle from another process; the tasks of this process share it."""
+    """Open the tree of a handle from another process; cached, so that all tasks in this process share it."""
     location, item = address.location, address.item
     try:
         opened = read_checkpoint(location, lambda source: _OpenTree(source, item, source.tree(item)))
@@ -189,22 +189,22 @@ def _reopened(address: _Address) -> _OpenTree:
 
 
 class ArrayHandle:
-    """An array of an open checkpoint. An index reads the elements that it selects, into an array of numpy.
+    """An array in an open checkpoint. Indexing reads the selected elements into a numpy array.
 
-    Only the chunks that a selection needs are read, and each of them is compared with its checksum if the format has
-    one. Any number of threads may read at the same time. A handle can be pickled while its checkpoint is open: another
-    process opens the checkpoint again when it reads, and refuses a checkpoint that has replaced it. If another library
-    wrote it, the sizes and times of its files show that; in an object store, nothing does, and its arrays only need the
-    same shapes and types.
+    Only the chunks that a selection needs are read, and each of them is verified against its checksum if the format has
+    one. Any number of threads can read at the same time. A handle can be pickled while its checkpoint is open: another
+    process opens the checkpoint again when it reads, and refuses a checkpoint that has replaced it. For a checkpoint of
+    another library, the sizes and times of its files show a replacement; in an object store, nothing does, and only the
+    shapes and dtypes of the arrays must be the same.
 
     Attributes:
-        shape: Its shape.
-        dtype: The type of its elements.
+        shape: The shape of the array.
+        dtype: The dtype of its elements.
         ndim: The number of axes.
         size: The number of elements.
-        itemsize: Bytes of an element.
-        nbytes: Bytes of all elements.
-        read_only: True: handles do not write.
+        itemsize: The size of an element in bytes.
+        nbytes: The total size of all elements in bytes.
+        read_only: Always True: handles cannot write.
     """
 
     ndim: int
@@ -224,7 +224,7 @@ class ArrayHandle:
         assert leaf.saved.dtype is not None
         self._leaf = leaf
         self._address = address
-        self._opened = opened  # None: in another process, which opens it when it reads
+        self._opened = opened  # None in another process, which opens the tree when it reads
         self._chunks = chunks
         self.shape: tuple[int, ...] = leaf.saved.shape
         self.dtype: np.dtype[Any] = leaf.saved.dtype
@@ -240,7 +240,7 @@ class ArrayHandle:
         return opened
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the address of the array; the process that reads it opens it again."""
+        """Pickle the array's address; the process that unpickles it opens the checkpoint again when it reads."""
         if self._opened is not None:
             self._opened.opened(self._leaf, "pickled")
         try:
@@ -253,18 +253,18 @@ class ArrayHandle:
         return type(self), (self._leaf, self._address, None, self.chunks)
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        """Return a tuple that identifies the bytes of the array to dask."""
+        """Return a tuple that identifies the array's content to dask."""
         location, item, identity, _ = self._address
         return "holdfast", str(location), item, self._leaf.name, identity
 
     @property
     def path(self) -> str:
-        """The path of its leaf, such as ``params/dense/kernel``."""
+        """The path of the array's leaf, such as ``params/dense/kernel``."""
         return format_path(self._leaf.name)
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the parts in which it is read; the shape of the array if the format has no chunks."""
+        """The shape of the chunks in which the array is read; the array's own shape if the format has no chunks."""
         if self._chunks is None:
             with self._open().reading(self._leaf) as tree:
                 self._chunks = tree.chunks(self._leaf)
@@ -272,12 +272,12 @@ class ArrayHandle:
 
     @property
     def cdata_shape(self) -> tuple[int, ...]:
-        """The number of chunks along each axis; the name is zarr's."""
+        """The number of chunks along each axis, under zarr's name for it."""
         return tuple(map(len, self._grid()))
 
     @property
     def sharding(self) -> str:
-        """How it was divided among devices, as text for users; ``""`` if it was not."""
+        """How the array was sharded across devices, as text for users; ``""`` if it was not."""
         return self._leaf.saved.sharding_text
 
     @property
@@ -291,7 +291,7 @@ class ArrayHandle:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Read the elements that integers, slices, ``...`` and ``None`` select, as numpy does."""
+        """Read the elements selected by integers, slices, ``...`` and ``None``, as in numpy."""
         with self._open().reading(self._leaf) as tree:
             (selected,) = selected_values(tree, [self._leaf], [index])
         return selected
@@ -302,30 +302,30 @@ class ArrayHandle:
         return np.asarray(self[...], dtype)
 
     def __iter__(self) -> Iterator[Any]:
-        """Generate the elements of the first axis; the rows of a chunk are read together."""
+        """Yield the elements along the first axis; the rows of a chunk are read together."""
         rows = self.chunks[0] if len(self) else 1
         for start in range(0, len(self), rows):
             yield from self[start : start + rows]
 
     def iter_chunks(self) -> Iterator[tuple[tuple[slice, ...], NDArray[Any]]]:
-        """Generate the index of every chunk and its elements, in the order of the array."""
+        """Yield the index and the elements of each chunk, in array order."""
         for index in itertools.product(*self._grid()):
             yield index, self[(*index, ...)]
 
     def to_jax(self, sharding: Any = None) -> Any:
-        """Read the whole array as an array of jax.
+        """Read the whole array as a JAX array.
 
         Args:
-            sharding: A ``jax.sharding.Sharding``; each process reads the parts of its own devices. None puts the array
+            sharding: A ``jax.sharding.Sharding``; each process reads the parts for its own devices. None puts the array
                 on the default device.
 
         Returns:
-            The array; typed keys if typed keys were saved.
+            The array; an array of typed keys if typed keys were saved.
         """
         return self._as("jax", sharding)
 
     def to_torch(self) -> Any:
-        """Read the whole array as a tensor of torch in host memory."""
+        """Read the whole array as a torch tensor in host memory."""
         return self._as("torch")
 
     def _as(self, kind: str, sharding: Any = None) -> Any:
@@ -347,13 +347,13 @@ class ArrayHandle:
 
 
 def is_array(leaf: SavedLeaf) -> bool:
-    """Return whether an index can select elements of a leaf, an array not of complex numbers of half precision."""
+    """Return whether a leaf can be indexed: any array except one of half-precision complex numbers."""
     saved = leaf.saved
     return saved.dtype is not None and saved.kind in ARRAY_KINDS and saved.details.get("torch_dtype") != "complex32"
 
 
 def open(path: Place, *, item: str | None = None, select: Patterns | None = None) -> OpenCheckpoint:  # noqa: A001
-    """Open a checkpoint without reading its arrays: each becomes a handle that reads what an index selects.
+    """Open a checkpoint without reading its arrays: each becomes a handle that reads only what an index selects.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -365,30 +365,30 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
            [10, 12, 14]]))
 
     Args:
-        path: A checkpoint, or a directory of steps, as for :func:`~holdfast.load`; also of another library.
-        item: Which item, if the checkpoint has several; None opens the only one, or all of them as a dictionary.
-        select: Patterns of leaf paths such as ``"params/**"``; the tree has only the leaves that match.
+        path: A checkpoint or a directory of steps, as for :func:`~holdfast.load`; also those of other libraries.
+        item: The item to open if the checkpoint has several; None opens the only one, or all as a dictionary.
+        select: Patterns of leaf paths such as ``"params/**"``; the tree contains only the matching leaves.
 
     Returns:
-        A context manager that gives the tree: the saved containers, with an :class:`ArrayHandle` in the place of every
-        array. Without ``with``, its attribute ``tree`` has the tree and its method ``close`` ends the reading.
+        A context manager that returns the tree: the saved containers, with an :class:`ArrayHandle` in place of each
+        array. Without ``with``, use its attribute ``tree`` and call its method ``close`` at the end.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint, or no such item.
-        DamagedCheckpointError: The index or another small file does not verify; handles raise it for the chunks that
-            they read.
+        CheckpointNotFoundError: There is no checkpoint, or it has no such item.
+        DamagedCheckpointError: The index or another small file fails verification; handles raise it for the chunks
+            that they read.
         TreeMismatchError: A pattern matches no leaf.
     """
 
     def opened(source: CheckpointSource) -> OpenCheckpoint:
-        target = source.location.without_links()  # handles keep it if a link is moved
+        target = source.location.without_links()  # open handles keep this target if a link is repointed
         return OpenCheckpoint(source, item, select) if target == source.location else read_checkpoint(target, opened)
 
     return read_checkpoint(as_location(path), opened)
 
 
 def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, Any]) -> Any:
-    """Load what an index selects from the arrays that match a pattern; ``...`` selects a whole array or other value."""
+    """Load the indexed parts of the arrays that match each pattern; ``...`` selects a whole array or other value."""
     name = source.only_tree(item)
     tree = source.selected_tree(name, list(parts))
     indexes = {}

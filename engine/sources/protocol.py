@@ -1,4 +1,4 @@
-"""Checkpoints of any library: their abilities, and defaults for formats without them."""
+"""The interface for checkpoints of any library, with defaults for what a format does not support."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("holdfast")
 
-TREE = "pytree"  # kind of the items that are trees of arrays
-JSON = "json"  # kind of the items that are JSON
-METRICS = "metrics"  # kind of an item that only repeats the checkpoint's metrics: read only by name
+TREE = "pytree"  # kind of items that are trees of arrays
+JSON = "json"  # kind of items that are JSON
+METRICS = "metrics"  # kind of an item that only duplicates the checkpoint's metrics; read only if named
 
 
 class CheckpointSource(Protocol):
-    """One checkpoint, whichever library wrote it.
+    """A single checkpoint, from any library.
 
-    Classes that read checkpoints derive from this one. They set ``format``, ``location``, ``items`` and ``nbytes`` and
-    define :meth:`tree`; everything else has a default that fits a format without that ability.
+    Classes that read checkpoints derive from this class. They set ``format``, ``location``, ``items`` and ``nbytes``,
+    and define :meth:`tree`; everything else has a default for formats that do not support it.
     """
 
-    format: str  # the name of the library that wrote it, such as ``"Orbax"``
-    location: Location  # the directory or file
-    # The kind of every item: ``TREE``, ``JSON``, ``METRICS``; items of other kinds are listed, not read.
+    format: str  # name of the library that wrote the checkpoint, such as ``"Orbax"``
+    location: Location  # the checkpoint's directory or file
+    # Kind of each item: ``TREE``, ``JSON`` or ``METRICS``; items of other kinds are listed but not read.
     items: Mapping[str, str]
-    nbytes: int  # bytes of all its files
-    step: int | None = None  # its step, if the checkpoint records it
-    reason: str = ""  # why it was saved, if that was recorded
-    time: float | None = None  # when it was committed, in seconds since 1970-01-01 UTC, if that was recorded
-    metrics: Mapping[str, Any] | None = None  # the metrics stored with it
-    custom_metadata: Mapping[str, Any] | None = None  # the JSON that the program stored with it
-    unnamed: str = ""  # the name that the format gives to an item without a name
+    nbytes: int  # total size of all files in bytes
+    step: int | None = None  # step number, if the checkpoint records it
+    reason: str = ""  # why the checkpoint was saved, if recorded
+    time: float | None = None  # commit time in seconds since 1970-01-01 UTC, if recorded
+    metrics: Mapping[str, Any] | None = None  # metrics stored with the checkpoint
+    custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint
+    unnamed: str = ""  # name that the format gives to an unnamed item
 
     @abc.abstractmethod
     def tree(self, item: str) -> TreeSource:
-        """Open an item of the kind ``TREE``; an error about an unreadable structure names the file."""
+        """Open an item of kind ``TREE``; an error about an unreadable structure names the file."""
 
     def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
-        """Open an item of the kind ``TREE`` with only the leaves that match patterns."""
+        """Open an item of kind ``TREE`` with only the leaves that match the patterns."""
         from .stored import selected
 
         return selected(self.tree(item), select)
@@ -57,7 +57,7 @@ class CheckpointSource(Protocol):
         raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
 
     def files(self, item: str) -> Mapping[str, FileRecord] | None:
-        """Return the files of an item by their paths in its folder; None if the format does not record them."""
+        """Return an item's files by path in its folder; None if the format does not record them."""
         return None
 
     def check_item(self, item: str | None) -> None:
@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested tree, or of the only one; ``how`` ends the error about several."""
+        """Return the name of the requested tree, or of the only one; ``how`` is the hint in the error about several."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
@@ -79,13 +79,13 @@ class CheckpointSource(Protocol):
         return trees[0] if item is None else item
 
     def has_changed(self) -> bool:
-        """Return whether another process is known to have replaced or deleted it since it was opened."""
+        """Return whether another process is known to have replaced or deleted the checkpoint since it was opened."""
         return False
 
     def load(
         self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
     ) -> Any:
-        """Load an item; the options are for trees, as for :func:`~holdfast.load`."""
+        """Load an item; the options apply to trees, as for :func:`~holdfast.load`."""
         kind = self.items[item]
         if kind != TREE:
             if kind in (JSON, METRICS) and (like is not None or select is not None):
@@ -93,17 +93,17 @@ class CheckpointSource(Protocol):
                     f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
                 )
             return self.value(item)
-        from ..handlers import PyTreeCheckpointHandler  # imported lazily: to show and verify checkpoints needs none
+        from ..handlers import PyTreeCheckpointHandler  # imported lazily: only loading needs it
 
         folder, source = self._source_of(item)
         return PyTreeCheckpointHandler().restore(folder, like, select=select, cast=cast, subset=subset, **source)
 
     def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
-        """Return the folder of a tree, and the arguments with which its handler reads it."""
+        """Return the folder of a tree, and the keyword arguments with which its handler reads it."""
         return self.location, {"source": self.tree(item)}
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
-        """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""
+        """Load a tree into a different structure; see :func:`~holdfast.load_transformed`."""
         from ..arrays import load_transformed_tree
 
         source = self.tree(item)
@@ -112,11 +112,11 @@ class CheckpointSource(Protocol):
         return self.complete(item, source, tree)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        """Add the leaves of a loaded tree that only their handlers can read; by default, there are none."""
+        """Add the leaves that only their handlers can read to a loaded tree; by default, there are none."""
         return tree
 
     def items_to_load(self) -> list[str]:
-        """Return the items that are loaded if none is named: by default, trees and JSON."""
+        """Return the items to load if none is named: by default, trees and JSON."""
         wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
         if not wanted:
             raise OptionError(
@@ -130,7 +130,7 @@ class CheckpointSource(Protocol):
 
 
 class SingleTree(CheckpointSource):
-    """A checkpoint with nothing but one tree; functions compute facts about it when they are needed."""
+    """A checkpoint that consists of a single tree; callables compute its properties on demand."""
 
     def __init__(
         self,

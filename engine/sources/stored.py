@@ -1,4 +1,4 @@
-"""Trees in files of other libraries: containers built from the key paths of leaves, and arrays that are parts of files.
+"""Trees in other libraries' files: containers built from the key paths of leaves, and arrays that are parts of files.
 
 Only the requested leaves are read.
 """
@@ -38,18 +38,18 @@ from ..pytree import (
 )
 from ..storage import Location
 
-# The keys from the root to a leaf: int for a place in a list, str for a key of a dictionary.
+# The keys from the root to a leaf: an int is a list index, a str is a dictionary key.
 Path = tuple[str | int, ...]
 
 
 class _Branch(dict[str | int, Any]):
-    """A container that becomes a dictionary or a list."""
+    """A container under construction, which becomes a dictionary or a list."""
 
 
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Return nested containers of values, given their paths: lists if the keys are ``number(0)``, ``number(1)``, ..."""
+    """Build nested containers from paths and values; those with keys ``number(0)``, ``number(1)``, ... become lists."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Return the document of a tree of numbered leaves and empty containers, and the order of the leaves."""
+    """Build the document of a tree from numbered leaves and empty containers; return it and the order of the leaves."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -89,12 +89,12 @@ def storage_name(path: Path) -> str:
     return join([str(key) for key in path])
 
 
-# Member of the details of a None that may stand for a container without leaves.
+# Key in the details of a None leaf that may stand for a container without leaves.
 OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the leaves of these names, and without the containers that are then empty."""
+    """Return a tree without the named leaves, and without the containers that become empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
@@ -102,7 +102,7 @@ def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
 
 
 def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
-    """Return a tree with only the leaves that match patterns."""
+    """Return a tree with only the leaves that match the patterns."""
     if select is None:
         return source
     names = [leaf.name for leaf in source.leaves]
@@ -111,7 +111,7 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
 
 
 def rooted(source: TreeSource, root: str | None) -> TreeSource:
-    """Return the tree in one container of a tree, such as ``model``."""
+    """Return the subtree in one container of a tree, such as ``model``."""
     if root is None:
         return source
     prefix = f"{root.strip('/')}/"
@@ -125,7 +125,7 @@ def rooted(source: TreeSource, root: str | None) -> TreeSource:
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Leave out the leaves of which only the names were saved; return a line for each."""
+    """Leave out the leaves of which only the names were saved; return the tree and a line of text for each one."""
     left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
@@ -134,7 +134,7 @@ def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
 
 
 def without_unreadable(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Leave out the leaves that cannot be read; return a line for each. A tree without any other array is an error."""
+    """Leave out the unreadable leaves; return the tree and a line for each. Raise an error if no array is left."""
     left_out = source.unreadable
     lines = [f"{format_path(name)} ({why})" for name, why in sorted(left_out.items())]
     if left_out and not any(leaf.saved.dtype is not None and leaf.name not in left_out for leaf in source.leaves):
@@ -146,7 +146,7 @@ Bytes = NDArray[np.uint8]
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements with these strides, counted in elements, are in C order without gaps."""
+    """Return whether strides, counted in elements, describe C order without gaps."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != expected:
@@ -157,30 +157,30 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 _logger = logging.getLogger("holdfast")
 
-_AMPLIFICATION = 16  # views of shared memory may claim at most 16 times the bytes of the files
-_SMALL = 64 << 20  # bytes of arrays that are accepted for files of any size
+_AMPLIFICATION = 16  # views of shared memory may claim at most 16 times the total file size
+_SMALL = 64 << 20  # total bytes of arrays that are accepted regardless of file size
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Elements of an array in one contiguous part of a file."""
+    """A part of an array that is stored contiguously in a file."""
 
-    start: tuple[int, ...]  # index of its first element in the whole array
+    start: tuple[int, ...]  # index of the first element in the whole array
     shape: tuple[int, ...]  # number of elements along each axis
-    file: str  # path of the file inside the tree's location; ``""`` if the location is the file
-    offset: int  # first byte
-    length: int  # bytes from the first element to the last
+    file: str  # path of the file inside the tree's location; ``""`` if the location is the file itself
+    offset: int  # offset of the first byte
+    length: int  # number of bytes from the first element to the last
     dtype: np.dtype[Any]  # dtype of the stored elements, including their byte order
-    strides: tuple[int, ...] | None = None  # along each axis, in elements; None for C order without gaps
-    # Returns whether bytes have the checksum in the file; None if the file has none for exactly these bytes.
+    strides: tuple[int, ...] | None = None  # stride along each axis, in elements; None for C order without gaps
+    # Checks the bytes against the checksum in the file; None if the file has none for exactly these bytes.
     is_intact: Callable[[Bytes], bool] | None = None
-    # A function to apply to the elements that were read, such as a conjugation, or None.
+    # A function to apply to the elements after reading, such as a conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    # Returns the elements that are encoded in stored bytes, such as compressed ones; None for plain elements.
+    # Decodes stored bytes, such as compressed ones, to elements; None for plain elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the elements of this part in a box; the whole part if it has a checksum or is encoded."""
+        """Return the elements of this part inside a box; the whole part if it has a checksum or is encoded."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
@@ -202,7 +202,7 @@ class StoredPart:
         return self.strides or tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     def array(self, data: Bytes) -> NDArray[Any]:
-        """Return the elements in this machine's byte order, as a view of ``data`` if possible."""
+        """Return the elements in native byte order, as a view of ``data`` if possible."""
         if self.is_intact is not None and not self.is_intact(data):
             raise DamagedCheckpointError(
                 f"{self.length} bytes at offset {self.offset} do not have the checksum in the file"
@@ -225,7 +225,7 @@ class StoredPart:
 
 
 class StoredArray:
-    """An array in the files of another library that has not been read."""
+    """An array in another library's files that has not been read yet."""
 
     __slots__ = ("_parts", "details", "dtype", "shape")
 
@@ -252,7 +252,7 @@ class StoredArray:
         return parts[0]
 
     def parts(self) -> Sequence[StoredPart]:
-        """Return the parts that cover the array exactly once."""
+        """Return the parts, after checking that they cover the array exactly once."""
         parts = self._parts()
         if math.prod(self.shape) != sum(math.prod(part.shape) for part in parts):
             raise DamagedCheckpointError(f"the parts do not hold as many elements as an array of shape {self.shape}")
@@ -270,7 +270,7 @@ class StoredArray:
 
 
 class Unreadable:
-    """A leaf that only code of the file could create: it is listed, and reading it is refused."""
+    """A leaf that only code from the file could create: it is listed, but not read."""
 
     __slots__ = ("what",)
 
@@ -279,11 +279,11 @@ class Unreadable:
 
 
 class OtherTree(TreeSource):
-    """A tree of another library, whose arrays and boxes of arrays are read in the same way."""
+    """A tree of another library, in which whole arrays and boxes of arrays are read in the same way."""
 
     @abc.abstractmethod
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
-        """Read arrays, or boxes of them."""
+        """Read whole arrays (None) or boxes of arrays."""
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return self._read([(leaf, None) for leaf in leaves])
@@ -293,7 +293,7 @@ class OtherTree(TreeSource):
         return [[array for _ in wanted if (array := next(arrays)) is not None] for wanted in boxes]
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        # Formats without containers, and state dicts of modules, equate layers/0/weight and layers.0.weight.
+        # For formats without containers, and state dicts of modules, layers/0/weight and layers.0.weight are the same.
         source = super().for_template(names)
         ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
         theirs = {".".join(split(name)): name for name in names}
@@ -307,7 +307,7 @@ class OtherTree(TreeSource):
 
 
 class StoredTree(OtherTree):
-    """A tree whose leaves are arrays in files, plain values, and leaves that cannot be read."""
+    """A tree whose leaves are arrays in files, plain values, or unreadable leaves."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class StoredTree(OtherTree):
 
     @classmethod
     def of(cls, location: Location, tree: Any, nbytes: int, **more: Any) -> Self:
-        """Flatten a tree whose leaves are :class:`StoredArray`, :class:`Unreadable` and plain values."""
+        """Flatten a tree with leaves that are :class:`StoredArray`, :class:`Unreadable` or plain values."""
         try:
             flat = flatten(tree)
         except UnsupportedLeafError as error:
@@ -414,18 +414,18 @@ class StoredTree(OtherTree):
         return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
     def file(self, path: str) -> Location:
-        """Return the location of a file, given its path in a :class:`StoredPart`."""
+        """Return the location of a file for its path in a :class:`StoredPart`."""
         return self.location / path if path else self.location
 
 
 class FetchedArray(NamedTuple):
-    """An array that another library reads from a file."""
+    """An array in a file that is read through another library."""
 
     path: Path
-    name: str  # in the file
+    name: str  # the array's name in the file
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    obstacle: str = ""  # why holdfast does not read it, or empty
+    obstacle: str = ""  # why holdfast cannot read it; empty if it can
 
     @property
     def nbytes(self) -> int:
@@ -433,7 +433,7 @@ class FetchedArray(NamedTuple):
 
 
 class FetchedTree(OtherTree):
-    """A tree whose arrays are read one by one, through :meth:`opened`."""
+    """A tree whose arrays are read one by one, through the function that :meth:`opened` yields."""
 
     def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
         self.location = location
@@ -448,7 +448,7 @@ class FetchedTree(OtherTree):
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
-        """Open the file; yield a function that reads an array, by name, or a box of it if the format allows that."""
+        """Open the file; yield a function that reads an array by name, or a box of it if the format allows that."""
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
@@ -462,8 +462,8 @@ class FetchedTree(OtherTree):
                 if array.shape != (leaf.saved.shape if box is None else box.shape):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
-                raw = array.dtype.kind == "V"  # the format of the file lacks this type
-                # The library has allocated the array for this call: a copy would double its memory.
+                raw = array.dtype.kind == "V"  # the file format does not have this dtype
+                # The library has allocated the array just for this call: a copy would double the memory.
                 arrays.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return arrays
 
@@ -478,7 +478,7 @@ def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Mark arrays whose bytes overlap in a file to be copied, so that arrays share no memory."""
+    """Mark arrays whose bytes overlap in a file for copying, so that no arrays share memory."""
     marked: list[Range] = []
     file, end = "", 0
     for place in ranges:
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Describe a value in a file; return also the source of its data, or None if the description contains it."""
+    """Describe a value in a file; also return the source of its data, or None if the description contains the value."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):
@@ -499,10 +499,10 @@ def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | 
 
 
 def not_read(why: str) -> Saved:
-    """Describe a leaf that cannot be read as text that says why."""
+    """Describe an unreadable leaf as a string that says why it cannot be read."""
     return Saved({"kind": "str", "value": f"({why}, which is not read)"})
 
 
 def _own(array: NDArray[Any], *, is_new: bool) -> NDArray[Any]:
-    """Return an array that shares no memory, aligned and in C order; copy a new array only if needed."""
+    """Return an aligned array in C order that shares no memory; copy a new array only if necessary."""
     return np.require(array, requirements=["C", "A", "W"]) if is_new else np.array(array, order="C", copy=True)

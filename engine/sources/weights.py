@@ -1,4 +1,4 @@
-"""Weights for a model from any checkpoint; their names determine in which of its containers they are."""
+"""Loads weights for a model from any checkpoint; their names show in which of its containers they are."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # lines about values that the checkpoint has in another form
-    absent: list[str] = field(default_factory=list)  # values that the checkpoint does not have
-    moved: dict[str, str] = field(default_factory=dict)  # paths in the checkpoint of values with another path there
-    left: list[str] = field(default_factory=list)  # values that only the checkpoint has
+    kept: dict[str, str] = field(default_factory=dict)  # descriptions of values with another form in the checkpoint
+    absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
+    moved: dict[str, str] = field(default_factory=dict)  # path in the program -> different path in the checkpoint
+    left: list[str] = field(default_factory=list)  # values found only in the checkpoint
 
     def missing(self, paths: Iterable[str]) -> None:
-        """Note values that the checkpoint lacks, unless it has them in another form."""
+        """Record values missing from the checkpoint, unless it has them in another form."""
         self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
-        """Note a value that the checkpoint has in another form."""
+        """Record a value that has another form in the checkpoint."""
         self.kept[path] = difference(path, expected, found) + more
 
     def surplus(self, paths: Iterable[str]) -> None:
-        """Note values that only the checkpoint has, unless the program has them in another form."""
+        """Record values found only in the checkpoint, unless the program has them in another form."""
         self.left += [path for path in paths if path not in self.kept]
 
     def check(self, what: str) -> None:
-        """Raise TreeMismatchError if anything differs."""
+        """Raise TreeMismatchError if there are any differences."""
         absent = [f"{path}: in the program, not in the checkpoint" for path in self.absent]
         left = [f"{path}: in the checkpoint, not in the program" for path in self.left]
         if lines := [*self.kept.values(), *absent, *left]:
@@ -58,14 +58,14 @@ class Misfits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights that were loaded."""
+    """Weights that have been loaded, and where they came from."""
 
-    tree: Any  # the weights, in the containers of the template
-    location: Location  # the checkpoint
-    format: str  # the library that wrote it
+    tree: Any  # the weights, in the template's containers
+    location: Location  # location of the checkpoint
+    format: str  # the library that wrote the checkpoint
     container: str  # their container in the checkpoint, such as ``params``; empty if they are the whole checkpoint
-    leaves: int  # the number of arrays
-    bytes: int  # bytes of their elements
+    leaves: int  # number of arrays
+    bytes: int  # total size of the arrays in bytes
 
     def __str__(self) -> str:
         inside = f"{self.container} of " if self.container else ""
@@ -81,11 +81,11 @@ def load_weights(
     containers: Sequence[str] = (),
     misfits: Misfits | None = None,
 ) -> Weights:
-    """Load the weights of a model from any checkpoint that holdfast reads.
+    """Load a model's weights from any checkpoint that holdfast can read.
 
-    Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` and the nested
-    ``layers/0/weight`` are the same. The weights may be the whole checkpoint, or in a container such as ``params`` or
-    ``state_dict``. With ``misfits``, weights that do not fit are noted there, and stay as in the template.
+    Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` equals the nested
+    ``layers/0/weight``. The weights may be the whole checkpoint, or be in a container such as ``params`` or
+    ``state_dict``. With ``misfits``, weights that do not fit are recorded there, and keep the template's values.
     """
 
     def read(checkpoint: CheckpointSource) -> Weights:
@@ -123,10 +123,10 @@ def load_weights(
 def load_fitting(
     source: TreeSource, flat: Flattened, pairs: Iterable[tuple[str, str]], misfits: Misfits
 ) -> tuple[Any, list[SavedLeaf]]:
-    """Load the leaves of a tree that fit those of a template; the others stay as they are in the template.
+    """Load the leaves of a tree that fit the leaves of a template; the others keep the template's values.
 
-    ``pairs`` are names of corresponding leaves in the checkpoint and in the template; ``misfits`` receives the
-    differences. Return the whole tree, and the leaves that were read; TreeMismatchError if there are none.
+    ``pairs`` are the names of corresponding leaves in the checkpoint and in the template; the differences are added to
+    ``misfits``. Return the whole tree and the leaves that were read; raise TreeMismatchError if there are none.
     """
     leaves = {leaf.name: leaf for leaf in source.leaves}
     templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
@@ -158,7 +158,7 @@ def load_fitting(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], str, TreeSource]]:
-    """Yield a rank for each container of a tree, its path, and its leaves under the names of a template."""
+    """Yield each container of a tree as its rank, its path, and its leaves under the template's names."""
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # More shared names are better; among equals, fewer others.
+            # More names in common rank higher; for the same number, fewer other names do.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)

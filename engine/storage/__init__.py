@@ -1,4 +1,4 @@
-"""Storage of bytes: paths and URLs, small objects, bulk data files, locks, and work on threads."""
+"""Byte storage: paths and URLs, small objects, bulk data files, locks, and threads."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The types that a location and its backends exchange."""
+"""The types that are exchanged between a location and its backends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One name directly inside a directory."""
+    """One file or directory directly inside a directory."""
 
-    name: str  # the last segment of its path
-    is_directory: bool  # a link to a directory counts as one
-    # Length in bytes; None for directories, broken links, and stores whose listings have no sizes.
+    name: str  # last path segment
+    is_directory: bool  # True for a symlink to a directory, too
+    # Length in bytes; None for directories, broken symlinks, and stores whose listings contain no sizes.
     size: int | None = None
-    links: int = 1  # number of names of its file; its space is freed with the last of them
-    identity: tuple[int, int] | None = None  # equal for all names of a file; None unless the listing determines it
+    links: int = 1  # number of hard links to the file; its space is freed with the last one
+    identity: tuple[int, int] | None = None  # equal for all hard links to a file; None if the listing does not tell
 
 
 class Segment(NamedTuple):
@@ -31,26 +31,26 @@ class Segment(NamedTuple):
     # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, preferably of at most
     # 1 MiB each; the memory of an array is copied or sent before the next is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    lasting: bool = False  # whether parts keep their content until the file is written, so that they need no copy
+    lasting: bool = False  # whether parts stay unchanged until the file is written, so that they need no copy
 
 
 class DataFile(NamedTuple):
-    name: str  # path relative to the directory it belongs to
+    name: str  # path relative to the directory that the files are written below
     size: int  # length in bytes
-    segments: Sequence[Segment]  # content, in ascending order; gaps are zero
+    segments: Sequence[Segment]  # content, in ascending order; gaps are zeros
 
 
 class FileIdentity(NamedTuple):
-    """Facts that identify a data file as long as no process writes to it."""
+    """Properties that identify a data file as long as no process writes to it."""
 
     inode: int
     size: int  # bytes
     modified: int  # nanoseconds
-    changed: int  # nanoseconds; programs cannot set this time, and new names and permissions change it
+    changed: int  # nanoseconds; changed by new names and permissions, and cannot be set by programs
 
 
 class DataReader(Protocol):
-    """A bulk data file that is open for reading; every method may be called from many threads at once."""
+    """A bulk data file open for reading; every method may be called from many threads concurrently."""
 
     @property
     def size(self) -> int:
@@ -60,28 +60,28 @@ class DataReader(Protocol):
         """Read exactly ``length`` bytes.
 
         Args:
-            offset: Where to start, in bytes.
-            length: How many bytes to read.
-            buffer: Memory to read into, for a caller that copies the bytes; None reads into fresh memory.
+            offset: Start of the range, in bytes.
+            length: Number of bytes to read.
+            buffer: Memory to read into, for a caller that copies the bytes; None allocates new memory.
 
         Returns:
-            A one-dimensional uint8 array of ``length`` bytes, a view of ``buffer`` when one is given.
+            A one-dimensional uint8 array of ``length`` bytes; a view of ``buffer`` if one is given.
 
         Raises:
-            DamagedCheckpointError: The file ends before these bytes do.
-            StorageError: The system refused to read.
+            DamagedCheckpointError: The file ends before the end of the range.
+            StorageError: The read failed.
         """
 
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
-        """Fill memory, one piece after the other, with the bytes from ``offset`` on, without a copy.
+        """Fill buffers, one after the other, with the bytes that start at ``offset``, without a copy.
 
         Returns:
-            False if only :meth:`read` can read them; the content of the memory is undefined then.
+            False if only :meth:`read` can read these bytes; the content of the buffers is then undefined.
         """
         return False
 
     def close(self) -> None:
-        """Close the file; arrays that were read remain valid."""
+        """Close the file; arrays that were read from it remain valid."""
 
     def __enter__(self) -> Self:
         return self

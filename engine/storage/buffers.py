@@ -1,7 +1,7 @@
 """Memory for bulk transfers: page-aligned, private, and backed by huge pages where available.
 
-The first touch of fresh memory costs one page fault per page. With pages of 4 KiB that takes about a second for a
-gigabyte, several times as long as the disk needs; with huge pages it takes less than a tenth of it.
+The first access to new memory costs one page fault per page. With 4 KiB pages, that takes about a second per gigabyte,
+several times as long as the disk needs; with huge pages, it takes less than a tenth of that time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PAGE = 4096  # alignment that direct I/O requires of memory, offsets and lengths, in bytes
+PAGE = 4096  # alignment in bytes that direct I/O requires for memory, offsets and lengths
 
-HUGE_PAGE = 2 << 20  # size of a huge page on the usual 64-bit systems, in bytes; elsewhere merely an alignment
+HUGE_PAGE = 2 << 20  # bytes; size of a huge page on common 64-bit systems, elsewhere just an alignment
 
 _SMALLEST_MAPPING = 256 << 10
 
@@ -28,41 +28,41 @@ def round_up(size: int, multiple: int = PAGE) -> int:
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """Return fresh writable memory on a page boundary; the system gets large memory back with its last view."""
-    import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
+    """Return new writable, page-aligned memory; large memory is returned to the system with its last view."""
+    import numpy as np  # imported lazily: listing checkpoints imports this module but needs no arrays
 
     if nbytes < _SMALLEST_MAPPING:
         memory = np.empty(nbytes + PAGE, np.uint8)
         start = -memory.ctypes.data % PAGE
         return memory[start : start + nbytes]
-    # An almost empty last huge page would cost more than its few small pages.
+    # An almost empty last huge page would cost more than the few small pages that it replaces.
     huge = (nbytes + HUGE_PAGE // 4) // HUGE_PAGE * HUGE_PAGE
-    # The start is moved to a huge-page boundary: the untouched memory before it costs nothing.
+    # The start is moved to a huge-page boundary: skipped memory is never touched and costs nothing.
     length = max(round_up(nbytes), huge) + HUGE_PAGE
     mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapping, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # A kernel built without huge pages: slower, not wrong.
+        with contextlib.suppress(OSError):  # A kernel without huge pages: slower, but correct.
             mapping.madvise(mmap.MADV_HUGEPAGE, start, huge)
     return memory[start : start + nbytes]
 
 
 class Buffer:
-    """Aligned memory for repeated use by one thread at a time."""
+    """An aligned buffer for repeated use by one thread at a time."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._memory = aligned_empty(nbytes)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return the first ``nbytes`` bytes; all views share their memory."""
+        """Return the first ``nbytes`` bytes; all views share the same memory."""
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]
 
 
 class BlockPool:
-    """Blocks of aligned memory for transfers, kept because fresh memory is expensive if a hypervisor reclaims it."""
+    """A pool of aligned transfer buffers, reused as allocation is slow where a hypervisor reclaims freed memory."""
 
     def __init__(self, nbytes: int, spare: int) -> None:
         self._nbytes = nbytes
@@ -71,9 +71,9 @@ class BlockPool:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[NDArray[np.uint8]]:
-        """Lend a block of arbitrary content until the context ends."""
+        """Lend a block with arbitrary content until the context ends."""
         try:
-            block = self._blocks.pop()  # atomic: other threads may do the same
+            block = self._blocks.pop()  # atomic, so other threads may do the same concurrently
         except IndexError:
             block = aligned_empty(self._nbytes)
         try:

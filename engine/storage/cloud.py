@@ -47,30 +47,30 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("holdfast")
 
-_NEVER = datetime.timedelta(days=1)  # holdfast limits the time of a request itself, by its size
+_NEVER = datetime.timedelta(days=1)  # effectively disables obstore's timeouts: holdfast limits each request by its size
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
 
-SINGLE_REQUEST_BYTES = 128 << 20  # bytes of a file that is sent in one request; larger ones are sent in blocks
-BLOCK_BYTES = 8 << 20  # bytes
-_BLOCKS = 3  # sent at a time
-_MOST_BLOCKS = 10_000  # of one object of S3 and Google
-_PIECE = 4 << 20  # bytes of a range that are handed over at a time
+SINGLE_REQUEST_BYTES = 128 << 20  # maximum file size in bytes for an upload in a single request, not in blocks
+BLOCK_BYTES = 8 << 20  # minimum block size in bytes
+_BLOCKS = 3  # blocks uploaded concurrently
+_MOST_BLOCKS = 10_000  # maximum number of blocks per object in S3 and Google Cloud Storage
+_PIECE = 4 << 20  # minimum chunk size in bytes when a range is streamed
 
-_LIST_PAGE = 1000  # names that services list at a time
-_CONFLICTS = 5  # 409 answers of S3, which ask to repeat a conditional request, after which it has failed
-_ANONYMOUS = 60.0  # seconds after which credentials are looked for again if there were none
+_LIST_PAGE = 1000  # names per page in a service's listing
+_CONFLICTS = 5  # attempts at a conditional request while S3 answers with 409, which asks for a retry
+_ANONYMOUS = 60.0  # seconds after which credentials are looked up again if none were found
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
 _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
-_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service does not have or allow the request
+_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service does not support or allow the request
 
 _lock = Lock()
-_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one, with the PID of the process that runs it
-_conditional: dict[str, bool] = {}  # whether each service honours conditions
+_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one event loop, with the PID of its process
+_conditional: dict[str, bool] = {}  # by service address: whether the service honours conditional writes
 
 
 def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
-    """Return the backend of a bucket or container: the same object for the same settings."""
+    """Return the backend of a bucket or container; equal settings give the same object."""
     for package in service.packages:
         check_installed(package, root, service.extra)
     return _open_cloud(service, root, service.settings())  # type: ignore[arg-type]
@@ -83,29 +83,29 @@ def _open_cloud(service: Callable[[str], CloudBackend], root: str, settings: obj
 
 def check_installed(package: str, root: str, extra: str) -> None:
     """Raise OptionError unless a package is installed."""
-    with contextlib.suppress(ModuleNotFoundError):  # the parent of a package may be missing
+    with contextlib.suppress(ModuleNotFoundError):  # raised if the parent of a package is missing
         if importlib.util.find_spec(package) is not None:
             return
     raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
 
 
 class CloudBackend(ObjectStoreBackend):
-    """A bucket or container of a service that obstore reaches; each service is a subclass."""
+    """A bucket or container of a service supported by obstore; each service is a subclass."""
 
-    extra: ClassVar[str]  # the extra of holdfast that installs its packages
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra without which nothing works
-    variables: ClassVar[tuple[str, ...]]  # prefixes of the environment variables that it reads, in capitals
-    secrets: ClassVar[re.Pattern[str]]  # the variables whose values go into headers, in capitals
-    is_conditional: ClassVar[bool] = True  # whether the service is known to refuse to create an object that exists
-    lacks: ClassVar[frozenset[str]] = frozenset()  # requests it does not support: "copy", "remove" of several, "range"
+    extra: ClassVar[str]  # the holdfast extra that installs the packages
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra that are always required
+    variables: ClassVar[tuple[str, ...]]  # prefixes of the environment variables that the service reads, in capitals
+    secrets: ClassVar[re.Pattern[str]]  # the variables whose values are sent in HTTP headers, in capitals
+    is_conditional: ClassVar[bool] = True  # whether the service is known to support conditional writes
+    lacks: ClassVar[frozenset[str]] = frozenset()  # unsupported requests: "copy", "remove" (bulk deletion), "range"
 
     def __init__(self, root: str, address: str = "") -> None:
         super().__init__(root, is_remote=True)
-        self._address = address  # of the service, which other buckets may share; "" for its usual address
-        self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of one bucket
+        self._address = address  # service address, which other buckets may share; "" for the default address
+        self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of the same bucket
         self._bucket = root.partition("://")[2]
-        # These are shared with the snapshots of this backend.
-        self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``: when it expires, and the store
+        # Shared with the snapshots of this backend.
+        self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``: expiry time and store
         self._opening = Lock()
         self._lacks = set(self.lacks)
 
@@ -114,11 +114,11 @@ class CloudBackend(ObjectStoreBackend):
 
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables that the service reads, in a fixed order."""
+        """Return the environment variables that the service reads, in sorted order."""
         return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Return a store of obstore whose HTTP client has the options ``client``; ``once``: it repeats no request."""
+        """Return an obstore store with the HTTP client options ``client``; with ``once``, it does not retry."""
         raise NotImplementedError
 
     # ---- reads
@@ -158,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # bytes of the first part in ``left``
+            left, filled = [part for part in memory if part.size], 0  # unfilled parts; bytes filled in the first one
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -177,7 +177,7 @@ class CloudBackend(ObjectStoreBackend):
             return False
 
     def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any], Awaitable[T]]) -> T:
-        """Request a range of an object, unless the service has shown that it serves none."""
+        """Request a byte range of an object, unless the service is known not to serve ranges."""
         if "range" in self._lacks:
             raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
         try:
@@ -188,7 +188,7 @@ class CloudBackend(ObjectStoreBackend):
             raise
 
     def _read(self, key: str) -> tuple[bytes, dict[str, Any]]:
-        """Return the content of an object, and the facts that identify its version."""
+        """Return the content of an object, and the metadata that identifies its version."""
 
         async def read(store: Any) -> tuple[bytes, dict[str, Any]]:
             answer = await store.get_async(key)
@@ -206,7 +206,7 @@ class CloudBackend(ObjectStoreBackend):
 
         names += self._ask(key, "list", below)
         exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
-        # A proxy's page looks like the end of a list: a list that is empty or ends with a full page is requested again.
+        # A proxy's page looks like the end of a listing: an empty listing, or one ending with a full page, is retried.
         if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
@@ -224,7 +224,7 @@ class CloudBackend(ObjectStoreBackend):
             "write",
             lambda store: store.put_async(key, body, use_multipart=False, **options),
             size,
-            attempts=1 if options else GARBLED,  # a condition is met once
+            attempts=1 if options else GARBLED,  # no retry: after a success, the condition no longer holds
         )
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -242,7 +242,7 @@ class CloudBackend(ObjectStoreBackend):
             self._put(key, memory, size)
 
     def _put_blocks(self, key: str, size: int, parts: Iterator[NDArray[np.uint8]]) -> None:
-        # This thread makes the parts: waiting for them in a thread of obstore would hold up all other requests.
+        # This thread produces the parts: waiting for them in an obstore thread would block all other requests.
         wanted: queue.SimpleQueue[asyncio.Future[bytes | None] | None] = queue.SimpleQueue()
 
         async def given() -> AsyncIterator[bytes]:
@@ -258,7 +258,7 @@ class CloudBackend(ObjectStoreBackend):
             upload.add_done_callback(lambda _: wanted.put(None))
             with contextlib.suppress(queue.Empty):
                 while (answer := wanted.get(timeout=time_limit(0))) is not None:
-                    # Several parts wait, and the memory of one may be used for the next.
+                    # copied, as several parts are in flight and the memory of one may be reused for the next
                     part = next((part.tobytes() for part in parts if part.size), None)
                     loop.call_soon_threadsafe(_answer, answer, part)
 
@@ -303,7 +303,7 @@ class CloudBackend(ObjectStoreBackend):
     def _is_copied(self, key: str, target: str) -> bool:
         try:
             self._try(key, "copy", lambda store: store.copy_async(key, target))
-            # Some services report an error with a status of success, or treat the request as an empty upload.
+            # Some services report an error with a success status, or treat the request as an empty upload.
             if self.object_size(target):
                 return True
             self._lacks.add("copy")
@@ -318,7 +318,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Each service is tested once; one that ignores conditions writes the data again.
+        # Each service is tested once by creating an object twice; one that ignores conditions rewrites the same data.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:
@@ -371,7 +371,7 @@ class CloudBackend(ObjectStoreBackend):
         once: bool = False,
         meanwhile: Callable[[Future[Any], asyncio.AbstractEventLoop], None] | None = None,
     ) -> T:
-        """Start a request of the store, and wait for its answer."""
+        """Start a request to the store and wait for its answer."""
 
         def begin() -> Future[T]:
             loop = _running_loop(self.url(key))
@@ -389,18 +389,18 @@ class CloudBackend(ObjectStoreBackend):
                     raise
             return future
 
-        # obstore repeats no request whose answer ends half-way.
+        # obstore does not retry a request whose answer is cut off.
         return self.request(key, action, begin, nbytes, attempts=attempts)
 
     def _try(self, key: str, action: str, start: Callable[[Any], Awaitable[Any]]) -> None:
-        """Make a request only once, since its work can be done in another way."""
+        """Make a request without retries, as the caller has a fallback."""
         self._ask(key, action, start, UNKNOWN_SIZE, once=True)
 
     def _store(self, once: bool) -> Any:
         with self._opening:
             end, store = self._stores.get(once, (0.0, None))
             if time.monotonic() >= end:
-                # Seconds without a byte after which an attempt has failed.
+                # Stall timeout: seconds without a received byte after which an attempt fails.
                 stalled = float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
                 client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=stalled)}
                 if certificates := os.environ.get("TENSORSTORE_CA_BUNDLE"):
@@ -426,7 +426,7 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return the metadata in an answer; raise ValueError if a proxy may have answered for the service."""
+    """Return the metadata of an answer; raise ValueError without an ETag, as a proxy may have answered instead."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta
@@ -438,7 +438,7 @@ def _answer(future: asyncio.Future[Any], value: Any) -> None:
 
 
 def _running_loop(url: str) -> asyncio.AbstractEventLoop:
-    """Return the event loop that runs in a thread of this process."""
+    """Return the event loop of this process, which runs in a background thread."""
     with _lock:
         if not _loops:
             loop = asyncio.new_event_loop()

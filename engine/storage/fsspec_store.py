@@ -1,6 +1,6 @@
-"""All other addresses, through fsspec: the extra ``fsspec`` of the package; also file systems of pyarrow.
+"""All other addresses, through fsspec (the package extra ``fsspec``); also pyarrow file systems.
 
-The promises that such a file system cannot keep are logged when it is opened: docs/object_stores.md has the table.
+The guarantees that such a file system cannot give are logged when it is opened; docs/object_stores.md lists them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ T = TypeVar("T")
 
 _UNCACHED = {"skip_instance_cache": True}  # backends share no connections
 
-# Schemes that refer to another address, and schemes that are read-only.
+# Schemes that refer to another address, and read-only schemes.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
-# Object stores, which replace whole objects.
+# Object stores, which replace whole objects at once.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
-_REPLACING = frozenset({"sftp", "ssh"})  # systems whose rename replaces a file in one step
-# Systems that rename in one step, but never to an existing file.
+_REPLACING = frozenset({"sftp", "ssh"})  # file systems whose rename replaces an existing file atomically
+# File systems with an atomic rename that never replaces an existing file.
 _RENAMING = frozenset({"hdfs", "arrow_hdfs", "webhdfs", "viewfs", "smb"})
 
-# Options with secrets.
+# Names of options that hold secrets.
 _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|connection_string", re.IGNORECASE)
 
-_ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the description of a file system
+_ADDRESS = re.compile(r"\\x00address \d+")  # address of a class or function in the description of a file system
 
 _MISSING = re.compile("NotFound|NoSuch")
-_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by the names of the classes of errors
+_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by exception class name
     (_MISSING, ObjectNotFoundError),
     (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
     (re.compile("Time|Connect|SSHException|EOFError|Unavailable|gaierror"), StorageUnavailableError),
@@ -64,15 +64,15 @@ _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by the 
 
 
 class _TimedOutError(Exception):
-    """A request of the library timed out."""
+    """A library's own timeout during a request, as opposed to holdfast's time limit."""
 
 
-_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program passed, by the schemes of their URLs
+_given: dict[str, FsspecBackend] = {}  # backends of file systems passed by the program, by URL scheme
 _given_lock = Lock()
 
 
 def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
-    """Return the backend for a URL: the same object for the same settings."""
+    """Return the backend for a URL; equal settings give the same object."""
     if "+" in scheme:
         if scheme in _given:
             return _given[scheme]
@@ -114,7 +114,7 @@ def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend
 
 
 def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:
-    """Return the backend and key of a path in a file system of fsspec or pyarrow; a path if that is a local one."""
+    """Return the backend and key of a path in an fsspec or pyarrow file system; the plain path if that is local."""
     if importlib.util.find_spec("fsspec") is None:
         raise OptionError(f"filesystem= needs fsspec: {install_command('fsspec')}")
     import fsspec
@@ -124,7 +124,7 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
     while getattr(filesystem, "type_name", "") == "subtree":
         path, filesystem = f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}", filesystem.base_fs
     if hasattr(filesystem, "handler") and hasattr(filesystem.handler, "fs"):
-        filesystem = filesystem.handler.fs  # pyarrow's wrapper of a file system of fsspec
+        filesystem = filesystem.handler.fs  # pyarrow's wrapper around an fsspec file system
     cls = type(filesystem)
     if cls.__module__.split(".")[0] == "pyarrow" and hasattr(filesystem, "type_name"):
         if filesystem.type_name == "local":
@@ -150,7 +150,7 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
             if backend.prefix == prefix and (backend.given is filesystem or backend.description == description):
                 return backend, key
         scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{name}"
-        while scheme in _given:  # of a file system whose class has the same name
+        while scheme in _given:  # taken by a different file system whose class has the same name
             scheme += "a"
         _given[scheme] = backend = FsspecBackend(
             f"{scheme}://", protocol, lambda: (_of_this_process(wrapped), prefix), filesystem, prefix, description
@@ -159,9 +159,9 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
-    """Return a name of a file system, and a description that only equal ones share."""
-    # The name is the same in all processes unless there are secrets: a name without them would stand for other files in
-    # a process with other secrets, and a name made of them would reveal them.
+    """Return a name for a file system, and a description that only equal file systems share."""
+    # The name is the same in all processes unless there are secrets: a name that omits them would mean other files in a
+    # process with other secrets, and a name derived from them would reveal them.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
@@ -173,7 +173,7 @@ def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
 
 
 def _described(value: Any, secrets: list[str]) -> Any:
-    """Return the data that pickle would write for a value; add the names of options with secrets to ``secrets``."""
+    """Return the state that pickle would write for a value; add the names of options with secrets to ``secrets``."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -190,12 +190,12 @@ def _described(value: Any, secrets: list[str]) -> Any:
 
 
 def _is_arrow(filesystem: Any) -> bool:
-    """Return whether this is fsspec's wrapper of a file system of pyarrow."""
+    """Return whether this is fsspec's wrapper around a pyarrow file system."""
     return type(filesystem).__name__ == "ArrowFSWrapper"
 
 
 def _of_this_process(filesystem: Any) -> Any:
-    """Return a file system, or in a forked process an equal one, as fsspec makes it."""
+    """Return the file system or, in a forked process, a new fsspec file system with the same options."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
     if _is_arrow(filesystem):
@@ -207,7 +207,7 @@ def _of_this_process(filesystem: Any) -> Any:
 
 
 class FsspecBackend(ObjectStoreBackend):
-    """A file system of fsspec; ``connect`` returns it, and the prefix of all its paths, which the key follows."""
+    """An fsspec file system; ``connect`` returns it and the common prefix of all its paths, which precedes the key."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class FsspecBackend(ObjectStoreBackend):
         self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
         self._connecting = Lock()
         in_one_step = self._whole or self._replaces
-        risks = {  # and whether the system avoids each
+        risks = {  # mapped to whether the file system avoids them
             "two saves to one path at the same time are not kept apart": False,
             "what was written may be lost if the machines that keep it lose power": self._whole,
             "a crash may leave half of a commit record, and readers may see one": self._whole or self._renames,
@@ -249,7 +249,7 @@ class FsspecBackend(ObjectStoreBackend):
         if byte_range is None:
             return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path), UNKNOWN_SIZE))
         start, stop = byte_range.start, byte_range.stop
-        size = self.object_size(key)  # systems answer differently to a range that is not in the file
+        size = self.object_size(key)  # file systems differ in how they answer a range beyond the end of a file
         if start >= size and stop > start:
             raise truncated(self.url(key), size, start, stop - start)
         if start == stop:
@@ -321,9 +321,9 @@ class FsspecBackend(ObjectStoreBackend):
                 with _unless_gone(fs, path):
                     fs.rm(path, recursive=True)
                 return
-            if _is_arrow(fs):  # Its rmdir would also delete files that were written to an empty folder meanwhile.
+            if _is_arrow(fs):  # pyarrow's rmdir would also delete files written to an empty folder meanwhile.
                 return
-            # Files that were written since the listing stay, and so do the folders around them.
+            # Files written since the listing are kept, and so are the folders that contain them.
             for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
                 with _unless_gone(fs, folder, or_filled=True):
                     if not fs.ls(folder, detail=False):
@@ -340,7 +340,7 @@ class FsspecBackend(ObjectStoreBackend):
         return sorted(self._walk(key))
 
     def _walk(self, key: str) -> Iterator[str]:
-        """Generate the keys of all files at and below a key; an error does not pass for an empty directory."""
+        """Yield the keys of all files at and below a key; an error is raised, not taken for an empty directory."""
         folders = [key]
         while folders:
             folder = folders.pop()
@@ -351,7 +351,7 @@ class FsspecBackend(ObjectStoreBackend):
             except StorageError:
                 if folder != key or not self.has_object(key):
                     raise
-                entries = [(key, False)]  # some systems list no file
+                entries = [(key, False)]  # some file systems cannot list a single file
             for name, is_directory in entries:
                 if not is_directory:
                     yield name
@@ -371,7 +371,7 @@ class FsspecBackend(ObjectStoreBackend):
     # ---- calls
 
     def _do(self, key: str, action: str, call: Callable[[Any, str], T], nbytes: int = 0) -> T:
-        """Make a call in a new thread, so that Ctrl-C and the time limit end the wait for it."""
+        """Make a call in a new thread, so that Ctrl-C or the time limit can end the wait for it."""
 
         def begin() -> Future[T]:
             answer: Future[T] = Future()
@@ -381,9 +381,9 @@ class FsspecBackend(ObjectStoreBackend):
                 try:
                     fs, prefix, lock = self._filesystem()
                     with lock:
-                        fs.invalidate_cache()  # of listings, which other processes change
+                        fs.invalidate_cache()  # cached listings, which other processes may have made stale
                         answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
-                except TimeoutError as error:  # must not look like the time limit of the wait
+                except TimeoutError as error:  # must not be taken for holdfast's own time limit
                     answer.set_exception(_TimedOutError(str(error)))
                 except BaseException as error:
                     answer.set_exception(error)
@@ -395,17 +395,17 @@ class FsspecBackend(ObjectStoreBackend):
 
     def _filesystem(self) -> tuple[Any, str, Any]:
         with self._connecting:
-            # Neither connections nor threads of fsspec work on both sides of a fork.
+            # Neither connections nor threads of fsspec survive in both processes after a fork.
             if self._connected is None or self._connected[0] != os.getpid():
                 fs, prefix = self._connect()
-                # Several threads must not use a synchronous file system at a time, except that of pyarrow.
+                # Several threads must not use a synchronous file system concurrently, except pyarrow's.
                 together = getattr(fs, "async_impl", False) or _is_arrow(fs)
                 lock: Any = contextlib.nullcontext() if together else threading.Lock()
                 self._connected = (os.getpid(), fs, prefix, lock)
             return self._connected[1:]
 
     def failures(self) -> tuple[type[Exception], ...]:
-        return (Exception,)  # each library has its own
+        return (Exception,)  # each library has its own exceptions
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
         text = " ".join(self._hidden(str(error)).split())
@@ -423,11 +423,11 @@ class FsspecBackend(ObjectStoreBackend):
         return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
 
     def _hidden(self, text: str) -> str:
-        """Return a text without the secrets among the options of the file system."""
+        """Mask the secrets from the file system's options in a text."""
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
-        for secret in sorted(_secrets(options), key=len, reverse=True):  # a secret may be a part of another one
+        for secret in sorted(_secrets(options), key=len, reverse=True):  # longest first: one may contain another
             for form in (secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]):
                 text = text.replace(form, "***")
         return text
@@ -435,10 +435,10 @@ class FsspecBackend(ObjectStoreBackend):
 
 @contextlib.contextmanager
 def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[None]:
-    """Suppress the error of a deletion if another process has deleted the folder, or written into it."""
+    """Suppress the error of a deletion if another process has deleted the folder or (``or_filled``) written into it."""
     try:
         yield
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library has its own exceptions
         fs.invalidate_cache()
         try:
             if not _is_folder(fs, folder) or (or_filled and fs.ls(folder, detail=False)):
@@ -451,7 +451,7 @@ def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[N
 
 
 def _is_folder(fs: Any, path: str) -> bool:
-    """Return whether a folder exists; fsspec's isdir returns False if the connection is lost."""
+    """Return whether a folder exists; unlike fsspec's isdir, raise an error if the connection is lost."""
     try:
         return bool(fs.info(path)["type"] == "directory")
     except Exception as error:
@@ -461,14 +461,14 @@ def _is_folder(fs: Any, path: str) -> bool:
 
 
 def _says_gone(error: Exception) -> bool:
-    """Return whether an error means that a path does not exist, by its number or the name of its class."""
+    """Return whether an error means that a path does not exist, by its errno or class name."""
     if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
         return True
     return any(_MISSING.search(base.__name__) for base in type(error).__mro__)
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
-    """Generate the secrets among options: all values below the name of a secret, and the passwords in addresses."""
+    """Yield the secrets among options: all values below a secret name, and the passwords in URLs."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)

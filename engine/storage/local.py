@@ -1,9 +1,9 @@
-"""Files on a file system of this machine: small files, and bulk data files at the speed of the disk.
+"""Files on a local file system: small files, and bulk data files at the full speed of the disk.
 
 Bulk data files bypass the page cache where the file system allows it. Several threads write one file: each takes whole
-segments, gathers their parts in a large aligned block and writes the block. While one thread computes parts, which
-holds the GIL, the others wait for the disk, which does not. Files of up to one block go through the page cache: the
-disk writes them while the caller computes the next file.
+segments, gathers their parts in a large aligned block and writes the block. While one thread produces parts and holds
+the GIL, the others wait for the disk without it. Files of up to one block go through the page cache: the disk writes
+them while the caller computes the next file.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hi
 
 TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic writes use; a crash may leave one behind
 
-THREADS = 8  # threads that write one file, the calling one included
+THREADS = 8  # threads that write one file, including the calling thread
 
-# Threads while a training loop runs: two reach most of the speed, and with more the loop waits for processors.
+# Writer threads while a training loop runs: two reach most of the speed, and more would take CPU time from the loop.
 THREADS_BESIDE = max(2, CORES // 2)
 
-BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
+BLOCK = 4 << 20  # bytes that a thread gathers before each write
 
-# The same for the page cache. Larger writes get huge pages, which are expensive if a hypervisor reclaims memory.
+# Block size for the page cache. Larger writes get huge pages, which are slow where a hypervisor reclaims memory.
 _CACHED_BLOCK = 256 << 10
 
 _LOCK = "hhqqi4x"  # struct flock of fcntl(2) with 64-bit offsets
-_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere no reader sees another
+_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere, readers cannot detect each other
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
-_SYNCS = 6  # files and directories that are synced at a time, at most
-_SYNCS_OF_THREAD = 32  # files and directories for each thread that syncs
-_REMOVALS = 100  # attempts to remove a tree that other processes change
+_SYNCS = 6  # maximum number of files and directories synced concurrently
+_SYNCS_OF_THREAD = 32  # files and directories per sync thread
+_REMOVALS = 100  # maximum attempts to remove a tree while other processes modify it
 
-_AWAY = "move it away"  # advice if another object has the path of one of our files
-_FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
+_AWAY = "move it away"  # advice for errors where something else occupies the path of one of our files
+_FICLONE = 0x40049409  # request code of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-_AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # large reads are then about as fast as direct ones
-_WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # begins to write; the sync at the end finds it written
+_AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
+_WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # starts writeback, so the final sync has less to write
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
 _blocks = BlockPool(BLOCK, THREADS)
 
@@ -95,10 +95,10 @@ class LocalBackend:
                     try:
                         is_directory = item.is_dir()
                         status = None if is_directory else item.stat()
-                    except FileNotFoundError:  # a broken link, or deleted meanwhile
+                    except FileNotFoundError:  # a broken symlink, or deleted meanwhile
                         if not os.path.lexists(item.path):
                             continue
-                    except OSError:  # a loop of links, or a broken disk: opening it reports that
+                    except OSError:  # a symlink loop, or a broken disk: opening the entry reports it
                         pass
                     facts = (status.st_size, status.st_nlink) if status else ()
                     entries.append(Entry(item.name, is_directory, *facts))
@@ -151,7 +151,7 @@ class LocalBackend:
         with os_errors(key, "create the directory"):
             try:
                 os.mkdir(key)
-            except FileExistsError:  # another process was faster, or it is a file
+            except FileExistsError:  # created by another process meanwhile, or a file has this name
                 if not os.path.isdir(key):
                     raise
                 is_new = False
@@ -185,7 +185,7 @@ class LocalBackend:
             if last is None:
                 _remove(key)
                 return
-            try:  # without the marker, another save may have begun here
+            try:  # once the marker is deleted, another save may already write here
                 os.rmdir(key)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
@@ -230,12 +230,12 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, expected: FileIdentity) -> FileIdentity:
-        """Link or clone a file; a linked file becomes read-only, as a change through one name would affect all."""
+        """Hard-link or clone a file; a linked file becomes read-only, as a write through one name affects all names."""
         if self.identity(key) != expected:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
-        except NotImplementedError:  # a system that would link to the target of a link
+        except NotImplementedError:  # a system that would follow a symlink and link its target
             raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
@@ -243,7 +243,7 @@ class LocalBackend:
             return self._cloned(key, target, expected, refusal)
         if (
             self.identity(target)[:3] != expected[:3]
-        ):  # replaced meanwhile; or a file system that copies instead of linking
+        ):  # replaced meanwhile; or the file system copies instead of linking
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
         with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ class LocalBackend:
         return self.identity(target)
 
     def _cloned(self, source: str, target: str, expected: FileIdentity, refusal: OSError) -> FileIdentity:
-        """Clone a file durably if the file system can; otherwise raise the error of the link."""
+        """Clone a file durably if the file system supports it; otherwise raise ``refusal``, the hard link's error."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -278,12 +278,12 @@ class LocalBackend:
 
 
 class LocalDataReader(DataReader):
-    """One data file on a local file system; ``cached`` is as for ``Location.open_data``."""
+    """One data file on a local file system; for ``cached``, see ``Location.open_data``."""
 
     def __init__(self, path: str, *, cached: bool | None) -> None:
         self._path = path
         self._is_cached = bool(cached)
-        self._detects_readers = False  # whether each read looks for other readers of this file
+        self._detects_readers = False  # whether each read checks for other readers of this file
         self._descriptor = -1
         self._lock = Lock()
         with os_errors(path, "open"):
@@ -291,8 +291,8 @@ class LocalDataReader(DataReader):
         if cached:
             _advise(self._descriptor, _AHEAD)
         if cached is None and is_direct(self._descriptor):
-            with contextlib.suppress(OSError):  # a file system without locks
-                # Readers of one file see each other by a read lock: then the page cache reads once for all of them.
+            with contextlib.suppress(OSError):  # the file system does not support locks
+                # Readers detect each other by a shared lock on the file: the page cache then reads once for all.
                 _lock_request(self._descriptor, _SET_LOCK, fcntl.F_RDLCK)
                 self._detects_readers = True
 
@@ -302,7 +302,7 @@ class LocalDataReader(DataReader):
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         check_extent(self._path, self._size, offset, length)
-        # Direct I/O transfers whole pages. Bytes keep their alignment within a page.
+        # Direct I/O transfers whole pages, so the requested bytes start ``lead`` bytes into the aligned memory.
         first = offset - offset % PAGE
         lead = offset - first
         needed = lead + length
@@ -333,13 +333,13 @@ class LocalDataReader(DataReader):
 
 
 def _lock_request(descriptor: int, request: int, lock_type: int) -> int:
-    """Request a lock on a file for one open file description; return the type of the lock that conflicts."""
+    """Request a lock for one open file description; return the type of the conflicting lock."""
     lock = struct.pack(_LOCK, lock_type, os.SEEK_SET, 0, 0, 0)
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
 
 
 def _transfer(call: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
-    """Read or write; if the file system refuses direct I/O, use ordinary I/O."""
+    """Read or write; if the file system refuses direct I/O, fall back to buffered I/O."""
     try:
         return call(descriptor, memory, offset)
     except OSError as error:
@@ -350,7 +350,7 @@ def _transfer(call: Callable[[int, T, int], int], descriptor: int, memory: T, of
 
 
 def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read into one buffer as ``os.preadv`` does, which older versions of macOS lack; it costs one more copy."""
+    """Read into one buffer like ``os.preadv``, which older macOS versions lack; costs an extra copy."""
     [memory] = buffers
     data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
@@ -358,28 +358,28 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Make a file durable; with ``drive``, as for commit records, also all that the drive received before."""
+    """Sync a file; with ``drive``, as for commit records, also everything that the drive received before (macOS)."""
     if drive and _FULL_SYNC is not None:
-        with contextlib.suppress(OSError):  # some file systems, such as network file systems, have no drive
+        with contextlib.suppress(OSError):  # not supported by some file systems, such as network file systems
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
 
 
 def sync_all(paths: Sequence[str]) -> None:
-    """Make files, and the names in directories, durable."""
-    # The first sync also commits the metadata of the others, so only many paths are worth threads.
+    """Sync files and directories, so that file contents and directory entries are durable."""
+    # The first sync also commits the metadata of the others, so threads pay off only for many paths.
     parallel_map(_sync_path, paths, min(_SYNCS, 1 + len(paths) // _SYNCS_OF_THREAD), name="holdfast-sync")
 
 
 def _sync_path(path: str, *, drive: bool = False) -> None:
-    """Make the content of a file, or the names in a directory, durable."""
+    """Sync the content of a file, or the entries of a directory."""
     with os_errors(path, "sync"):
         descriptor = _open(path, os.O_RDONLY)
         try:
             _sync(descriptor, drive=drive)
         except OSError as error:
-            # Some network file systems have no fsync for directories: their servers sync them anyway.
+            # Some network file systems do not support fsync on directories: their servers sync them anyway.
             refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
             if not (refused and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
                 raise
@@ -394,7 +394,7 @@ def _advise(descriptor: int, advice: int) -> None:
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
-    """Append a line to a file with one write, so that lines of several processes do not mix; nothing is synced."""
+    """Append a line to a file in a single write, so that lines from several processes do not mix; nothing is synced."""
     descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -403,8 +403,8 @@ def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True)
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file of this run or checkpoint; raise OSError for a link (ELOOP) or another irregular file (EINVAL)."""
-    # A link could lead to the file of another run, and a pipe would wait for its other end.
+    """Open a file of this run or checkpoint; raise OSError for a symlink (ELOOP) or other non-regular file (EINVAL)."""
+    # A symlink could lead to another run's file, and opening a pipe would block until its other end is opened.
     try:
         descriptor = _open(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -421,13 +421,13 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 @contextlib.contextmanager
 def _new_file(path: str, size: int, *, cached: bool) -> Iterator[int]:
-    """Create a data file and yield its descriptor; an error in the block removes the file."""
+    """Create a data file and yield its descriptor; delete the file if the block raises an error."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # readers of an earlier file of this name keep their open file
+        os.unlink(path)  # processes that have an earlier file of this name open keep reading it
     descriptor = (_open if cached else _open_direct)(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
-            _allocate(descriptor, size if cached else round_up(size))  # a full disk is noticed before direct writes
+            _allocate(descriptor, size if cached else round_up(size))  # detects a full disk before any direct write
             yield descriptor
         finally:
             os.close(descriptor)
@@ -447,12 +447,12 @@ def _write_segment(descriptor: int, stop: threading.Event, cached: bool, segment
                 count = _transfer(os.pwrite, descriptor, data[written:], position + written)
                 if count <= 0:
                     raise OSError(errno.EIO, f"the system wrote {count} of {len(data) - written} bytes")
-                written += count  # A write that stops between two pages continues by ordinary I/O, through EINVAL.
+                written += count  # After a partial write that ends within a page, EINVAL switches to buffered I/O.
             position += written
 
 
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
-    """Gather the parts of a segment; yield the block whenever it is full, and the rest padded to whole pages."""
+    """Gather the parts of a segment in a block; yield it whenever it is full, and the rest padded to whole pages."""
     filled, remaining = 0, segment.size
     for part in segment.parts():
         if stop.is_set():
@@ -460,7 +460,7 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         remaining -= part.size
         if remaining < 0:
             break
-        # Numpy's assignment would release the GIL for each part, and another thread that computes would hold it for
+        # Not NumPy's assignment, which would release the GIL for each part: a computing thread would then hold it for
         # milliseconds each time.
         data, room = part.data, len(block) - filled
         while len(data) >= room:
@@ -486,20 +486,20 @@ def _identity(status: os.stat_result) -> FileIdentity:
 
 
 def _open_direct(path: str, flags: int) -> int:
-    """Open a file for direct I/O if the file system allows it, otherwise for ordinary I/O."""
+    """Open a file for direct I/O if the file system supports it, otherwise for buffered I/O."""
     if _DIRECT:
         try:
             return _open(path, flags | _DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Some file systems refuse only after they have created the file, which then belongs to this call.
+            # Some file systems refuse only after creating the file, so it now exists and O_EXCL would fail.
             flags &= ~os.O_EXCL
     return _open(path, flags)
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:
-    # With O_NONBLOCK, opening a pipe does not wait for its other end.
+    # O_NONBLOCK keeps the opening of a pipe from waiting for its other end.
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
@@ -508,13 +508,13 @@ def is_direct(descriptor: int) -> bool:
 
 
 def _make_buffered(descriptor: int) -> None:
-    """Switch a file descriptor to ordinary I/O, for every thread that uses it."""
+    """Switch a file descriptor to buffered I/O, for all threads that use it."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve the space, so that a full disk fails first, and set the length: writes that extend a file are slow."""
-    # If a file system cannot reserve space, the C library writes into every page; direct I/O refuses that at once.
+    """Reserve the space, so that a full disk fails early, and set the length, as writes that extend a file are slow."""
+    # Where a file system cannot reserve space, the C library writes to every page, which fails at once with direct I/O.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -527,7 +527,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def _open_regular(path: str, opener: Callable[[str, int], int]) -> tuple[int, int]:
-    """Open a regular file to read it; return its descriptor and length. DamagedCheckpointError: it is no such file."""
+    """Open a regular file for reading; return descriptor and length. Raise DamagedCheckpointError for other files."""
     try:
         descriptor = opener(path, os.O_RDONLY)
         status = os.fstat(descriptor)
@@ -535,17 +535,17 @@ def _open_regular(path: str, opener: Callable[[str, int], int]) -> tuple[int, in
             return descriptor, status.st_size
         os.close(descriptor)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # a socket, or a device that is not there
+        if error.errno != errno.ENXIO:  # ENXIO: a socket, or a device that does not exist
             raise
     raise DamagedCheckpointError(f"{path} should be a file, but is not a regular file")
 
 
 def _remove(path: str) -> None:
-    """Delete a file, a link or a directory tree, even while another process deletes from it."""
+    """Delete a file, symlink or directory tree, even while another process is deleting from it."""
     for _ in range(_REMOVALS):
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
-                import shutil  # imported lazily: it imports all formats of archives
+                import shutil  # imported lazily: it imports all archive formats
 
                 shutil.rmtree(path)
             else:

@@ -1,4 +1,4 @@
-"""The address of a file, an object or a directory, as one value: a path of this machine or a URL of an object store.
+"""The address of a file, object or directory as one value: a local path or an object store URL.
 
 ``Location`` is the only caller of the backends: it checks arguments, joins names and documents what users may rely on.
 """
@@ -27,7 +27,7 @@ from .status import UnknownSchemeError, hidden_address
 if TYPE_CHECKING:
     import pathlib
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)  # fsspec has schemes with underscores
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)  # some fsspec schemes contain underscores
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*::.*://", re.DOTALL)
 _CLOUDS = "s3a?|gs|gcs|az|abfss?"
 _COLLAPSED = re.compile(rf"({_CLOUDS}|file|memory|https?|(?:web|arrow_)?hdfs|sftp|ssh|ftp|smb)(:/?|//)", re.IGNORECASE)
@@ -44,23 +44,23 @@ _local = LocalBackend()
 def as_location(
     place: Place, *, filesystem: Any = None, writes: bool = False, observer: Observer | None = None
 ) -> Location:
-    """Return the location that a path or URL stands for.
+    """Return the location that a path or URL names.
 
-    A relative path counts from the current directory at the time of this call. ``~`` and ``~name`` at the beginning of
-    a path are home directories, as in a shell. In URLs, ``%20`` and its like stand for the characters they encode.
+    A relative path is resolved against the current directory at the time of this call. ``~`` and ``~name`` at the start
+    of a path are expanded to home directories, as in a shell. Percent escapes in URLs, such as ``%20``, are decoded.
 
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``, ``gs://bucket/`` or
             ``az://container/``, or with another scheme that fsspec knows, such as ``sftp://host/`` or ``hdfs://host/``.
-        filesystem: The file system of fsspec or pyarrow in which ``place`` is a path. The URL of the location then
-            stands for it in processes that have passed an equal one, and is the same in each of them, unless the
-            file system has secrets among its options or cannot be pickled: then it is valid in this process only.
-        writes: Whether the caller is about to write there.
-        observer: Is notified, and may replace the location with another. None is the observer of the process.
+        filesystem: The fsspec or pyarrow file system in which ``place`` is a path. The URL of the location is then the
+            same, and valid, in every process that has passed an equal file system. If the file system has secrets
+            among its options or cannot be pickled, the URL is valid in this process only.
+        writes: Whether the caller is about to write to the location.
+        observer: Notified of the location, which it may replace with another. None: the observer of the process.
 
     Raises:
-        InvalidLocationError: It is neither, or the URL's scheme is not one of these.
-        OptionError: The place needs a package that is not installed, or ``filesystem`` is something else.
+        InvalidLocationError: ``place`` is neither a path nor a URL, or the URL's scheme is not one of these.
+        OptionError: The place needs a package that is not installed, or ``filesystem`` is not a supported file system.
 
     >>> as_location("memory://runs/x") / "1200"
     Location('memory://runs/x/1200')
@@ -94,7 +94,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
-    from urllib.parse import unquote  # imported lazily: paths of this machine need neither it nor what it imports
+    from urllib.parse import unquote  # imported lazily: local paths need neither it nor its dependencies
 
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
@@ -111,7 +111,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
 
 
 def _checked_path(text: str) -> str:
-    """Return a text without a scheme as a path, unless it looks like something else."""
+    """Return text without a scheme as a path; raise InvalidLocationError for a broken URL or a Windows path."""
     if _CHAIN.match(text):
         raise InvalidLocationError(
             f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
@@ -133,14 +133,14 @@ def _checked_path(text: str) -> str:
 
 
 def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
-    """Return the store of a URL and the path in it; stores are imported lazily, as nothing local needs them."""
+    """Return the backend of a URL and the path inside it; backends are imported lazily, as local paths need none."""
     if scheme == "memory":
         from .memory import open_memory
 
         return open_memory(), path
     authority, _, inside = path.partition("/")
     if scheme in ("s3", "gs"):
-        if "@" in authority or (":" in authority and "@" in inside):  # a password may hold slashes
+        if "@" in authority or (":" in authority and "@" in inside):  # a password may contain slashes
             raise InvalidLocationError(
                 f"{shown!r} holds a user or a password; credentials come from the environment, and the address is "
                 f"{scheme}://bucket/name"
@@ -159,9 +159,9 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
             return open_cloud(Azure, address[0]), address[1]
     from .fsspec_store import open_fsspec
 
-    if "+" in scheme:  # of a file system that was passed
+    if "+" in scheme:  # the scheme of a file system object that the program passed
         authority, inside = "", path
-    elif "@" in inside and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password that holds slashes, and no port
+    elif "@" in inside and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password with slashes, not a port
         authority, inside = path, ""
     try:
         return open_fsspec(scheme, authority, shown), inside
@@ -170,24 +170,24 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
 
 
 def sync_all(locations: Sequence[Location]) -> None:
-    """Make files, and the names in directories, durable on a disk, all at the same time; objects are durable anyway."""
+    """Sync local files and directory entries to disk, all at the same time; objects in a store are durable anyway."""
     local.sync_all([os.fspath(location) for location in locations if location.is_local])
 
 
 def max_concurrency(location: Location) -> int:
-    """Return how many small requests may run at a time: 1 on a disk, whose requests wait for no network."""
+    """Return the maximum number of concurrent small requests: 1 on a local disk, which has no latency to hide."""
     return 1 if location.is_local else REQUESTS
 
 
 class Location:
-    """A file, an object or a directory, on a disk or in an object store; made by ``as_location``.
+    """A file, object or directory, on a local disk or in an object store; created by ``as_location``.
 
-    Locations are immutable, can be compared and hashed, and need not exist. All methods raise only errors of
-    ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message. Methods with names
-    from ``pathlib`` are for handlers that were written for a path, and raise the errors that ``pathlib`` raises.
+    Locations are immutable, comparable and hashable, and need not exist. All methods raise only errors of
+    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods with names
+    from ``pathlib`` are for handlers that were written for a path, and raise the same errors as in ``pathlib``.
 
-    In a rehearsal (``holdfast drill``), all methods that change something raise StateError at locations that
-    ``as_location(place, writes=True)`` has not returned.
+    In a rehearsal (``holdfast drill``), all methods that modify something raise StateError at locations that were not
+    returned by ``as_location(place, writes=True)``.
     """
 
     __slots__ = ("_backend", "_key")
@@ -202,7 +202,7 @@ class Location:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
     def _writing(self) -> Backend:
-        """Return the backend, for a call that changes something here."""
+        """Return the backend for a call that modifies this location, after checking that a write is allowed here."""
         check_write(self.url)
         return self._backend
 
@@ -213,28 +213,28 @@ class Location:
 
     @property
     def url(self) -> str:
-        """The text that ``as_location`` turns back into this location: a plain path if it is local."""
+        """The text that ``as_location`` turns back into this location: the URL, or a plain path if it is local."""
         return self._backend.url(self._key)
 
     @property
     def name(self) -> str:
-        """The last segment; empty for a root."""
+        """The last path segment; empty for a root."""
         return self._key.rpartition("/")[2]
 
     @property
     def parent(self) -> Location:
-        """The directory that contains this; the parent of a root is the root."""
+        """The directory that contains this location; a root is its own parent."""
         return Location(self._backend, os.path.dirname(self._key) if self.is_local else self._key.rpartition("/")[0])
 
     def overlaps(self, other: Location) -> bool:
-        """Return whether one of two locations is inside the other, or they are the same."""
+        """Return whether the two locations are equal or one is inside the other."""
         ours, theirs = os.path.join(self._key, ""), os.path.join(other._key, "")
         same = self._backend == other._backend or self._backend.url("") == other._backend.url("")
         return same and (ours.startswith(theirs) or theirs.startswith(ours))
 
     @property
     def is_local(self) -> bool:
-        """Whether this is a path of this machine."""
+        """Whether this is a local path."""
         return self._backend.is_local
 
     @property
@@ -249,12 +249,12 @@ class Location:
         Raises:
             TypeError: The location is not local.
         """
-        import pathlib  # imported lazily: few callers need it, and it imports much
+        import pathlib  # imported lazily: few callers need it, and it has many imports
 
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Resolve the links on the way to a local path; a file keeps its name, which may show its format."""
+        """Resolve the symlinks in a local path, except in the name of a file, as the name may show its format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -302,21 +302,21 @@ class Location:
         return os.path.isfile(self._key) if self.is_local else self.is_there()
 
     def is_dir(self) -> bool:
-        """Return whether this is a directory; in object stores, whether any object lies below."""
+        """Return whether this is a directory; in an object store, whether any objects lie below it."""
         return self.is_directory()
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Create this directory; object stores need none, and nothing happens there."""
+        """Create this directory; a no-op in object stores, which have no directories."""
         if self.is_local:
             self._writing()
             self.path.mkdir(mode, parents, exist_ok)
 
     def iterdir(self) -> Iterator[Location]:
-        """Generate the locations directly inside, sorted by name."""
+        """Yield the locations directly inside, sorted by name."""
         return (self / entry.name for entry in self.entries())
 
     def glob(self, pattern: str) -> Iterator[Location]:
-        """Generate the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted; links are not
+        """Yield the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted; symlinks are not
         followed.
         """
         return iter(dict.fromkeys(self._matching(pattern.split("/"))))
@@ -344,7 +344,7 @@ class Location:
         errors: str | None = None,
         newline: str | None = None,
     ) -> IO[Any]:
-        """Open the file or object; an object is in memory, and is sent when it is closed.
+        """Open the file or object; an object is buffered in memory, and uploaded when it is closed.
 
         Text is UTF-8 unless another encoding is given.
         """
@@ -365,12 +365,12 @@ class Location:
     def write_text(
         self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
     ) -> int:
-        """Write text, in UTF-8 unless another encoding is given; return the number of its characters."""
+        """Write text, in UTF-8 unless another encoding is given; return the number of characters written."""
         with self.open("w", encoding=encoding, errors=errors, newline=newline) as file:
             return int(file.write(data))
 
     def snapshot(self, known: Collection[str] = ()) -> Location:
-        """Return this location with its listing fixed: an object store lists the names below it once, now.
+        """Return this location with a fixed listing: an object store lists the names below it once, now.
 
         Reads through it see the current content; objects written through it may not be listed. The listing includes
         ``known``, paths of objects below it, even if the store leaves them out.
@@ -380,51 +380,51 @@ class Location:
         return self
 
     def exists(self) -> bool:
-        """Return whether this is a file, an object or a directory."""
+        """Return whether there is a file, object or directory at this location."""
         return self._backend.is_there(self._key) or self._backend.is_directory(self._key)
 
     def is_there(self) -> bool:
-        """Return whether this is a file or an object; an object store needs one request, and two for ``exists``."""
+        """Return whether this is a file or an object; takes an object store one request, where ``exists`` takes two."""
         return self._backend.is_there(self._key)
 
     def is_directory(self) -> bool:
-        """Return whether this is a directory; in object stores, whether any object lies below."""
+        """Return whether this is a directory; in an object store, whether any objects lie below it."""
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return the entries directly inside, sorted by name, without lock files; none if this is missing."""
+        """Return the direct entries, sorted by name, without lock files; an empty list if the directory is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
         """Return the whole content.
 
         Args:
-            limit: The most bytes to accept; None for no limit.
+            limit: The maximum number of bytes to accept; None for no limit.
             size: The expected length, if known: an object store then needs one request instead of two, and bytes
                 beyond it are not read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
-            DamagedCheckpointError: It is longer than ``limit``; this is checked before it is read.
+            DamagedCheckpointError: It is longer than ``limit``, which is checked before reading.
         """
         return self._backend.read_bytes(self._key, limit, size)
 
     def read_own(self, limit: int, *, size: int | None = None) -> bytes:
-        """Return the content of a file that controls a run. A link is refused: it may lead to the file of another run.
+        """Return the content of a file that controls a run; a symlink is refused, as it may lead to another run's file.
 
         Raises:
-            DamagedCheckpointError: It is a link, or as for :meth:`read_bytes`.
+            DamagedCheckpointError: It is a symlink, or as for :meth:`read_bytes`.
         """
         if self.is_link():
             raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
         return self.read_bytes(limit, size=size)
 
     def is_link(self) -> bool:
-        """Return whether this is a symbolic link: its target is read, and belongs to something else."""
+        """Return whether this is a symbolic link, whose target may be read but belongs to something else."""
         return self.is_local and os.path.islink(self._key)
 
     def check_not_link(self) -> None:
-        """Raise InvalidLocationError if this is a symbolic link, whose target would be changed."""
+        """Raise InvalidLocationError if this is a symbolic link, as a write would modify its target."""
         if self.is_link():
             raise InvalidLocationError(
                 f"{self}: this is a symbolic link to {os.path.realpath(self._key)}, which is read and never changed "
@@ -432,7 +432,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether this has exactly this many bytes, without reading them if the store knows.
+        """Return whether this has exactly ``size`` bytes, without reading them if the store reports the size.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -446,12 +446,12 @@ class Location:
 
         Args:
             data: The content.
-            atomic: Whether readers, and a crash at any point, see either the old content or the new, and the name is
-                durable, too. Without it, writing is cheaper; use it in directories that are not committed yet, whose
-                names are synced together in the end.
-            sync: Without ``atomic``, False leaves it to :func:`sync_all` to make the content durable on a disk.
-            before: Files and directories of the same disk that are made durable before the content gets its name, all
-                at the same time as the content.
+            atomic: Whether the write is atomic: readers, and a crash at any point, see the old or the new content, and
+                the name is durable, too. A non-atomic write is cheaper; use it in directories that are not committed
+                yet, whose names are synced together at the end.
+            sync: Without ``atomic``, False leaves it to a later :func:`sync_all` to make the content durable on a disk.
+            before: Files and directories on the same disk that must be durable before the content gets its name; they
+                are synced at the same time as the content.
         """
         backend = self._writing()
         if isinstance(backend, LocalBackend):
@@ -463,13 +463,13 @@ class Location:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
 
         Args:
-            data: The content of this object, which may be written again to find out. With None, nothing is written, and
-                the answer is False if it is not known yet.
+            data: The current content of this object, which may be written again as a test. With None, nothing is
+                written, and the answer is False if it is not known yet.
         """
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
-        """Write a small object only if its content is ``expected`` or, for None, if it is missing.
+        """Write a small object only if its current content is ``expected`` or, for None, if it is missing.
 
         Returns:
             Whether the object has the new content; another process may have written the same content.
@@ -477,32 +477,32 @@ class Location:
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object if its content is ``expected``; a write right after this has read it may be lost."""
+        """Delete a small object if its content is ``expected``; a write between the check and the deletion is lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
-        """Create this directory and its parents, unless they exist. Object stores need none.
+        """Create this directory and its missing parents; a no-op in object stores.
 
         Args:
-            sync: Whether the new names are durable on return.
+            sync: Whether the new names must be durable on return.
 
         Returns:
-            Whether the directory is new.
+            Whether this call created the directory.
         """
         return self._writing().make_directory(self._key, sync=sync)
 
     def sync_directory(self) -> None:
-        """Make the names inside this directory durable."""
+        """Sync this directory, so that the names inside it are durable."""
         self._backend.sync_directory(self._key)
 
     def rename(self, name: str) -> Location:
-        """Move this to another name in the same directory; the move is durable on return.
+        """Rename this within its directory; the new name is durable on return.
 
-        On a local disk it happens in one step and replaces a file, or an empty directory. In an object store the
-        objects are copied and then deleted, one by one.
+        On a local disk, the rename is atomic and replaces an existing file or empty directory. In an object store, the
+        objects are copied one by one and then deleted.
 
         Args:
-            name: The new name, one segment.
+            name: The new name, a single path segment.
 
         Returns:
             The new location.
@@ -518,14 +518,14 @@ class Location:
         self._writing().remove(self._key)
 
     def remove_tree(self, last: str | None = None, *, first: str | None = None) -> None:
-        """Delete this directory and everything below, if it exists. Links are deleted, never followed.
+        """Delete this directory and everything below it, if it exists. Symlinks are deleted, never followed.
 
-        From a snapshot of an object store, only the objects that it lists are deleted.
+        In a snapshot of an object store, only the listed objects are deleted.
 
         Args:
-            last: The name of a file directly inside that is deleted last, so that it marks the rest of an interrupted
+            last: The name of a file directly inside to delete last, so that it marks the remains of an interrupted
                 deletion.
-            first: The name of a file directly inside that is deleted first.
+            first: The name of a file directly inside to delete first.
         """
         self._writing().remove_tree(self._key, first, last)
 
@@ -535,14 +535,14 @@ class Location:
         """Write one bulk data file, replacing an older one; its content is durable on return, its name is not yet.
 
         Args:
-            size: Length of the file in bytes.
-            segments: Its content, in ascending order; gaps are zero. Several threads may produce the segments.
-            awaited: Is set when a training loop that runs during this call begins to wait for it; until then, a disk
-                is written by fewer threads. None: no loop runs meanwhile.
-            sync: False leaves it to :func:`sync_all` to make the content durable on a disk.
+            size: File length in bytes.
+            segments: The content, in ascending order; gaps are zeros. Several threads may produce the segments.
+            awaited: Set when a training loop that runs during this call starts to wait for it; until then, fewer
+                threads write to a disk. None: no training loop runs meanwhile.
+            sync: False leaves it to a later :func:`sync_all` to make the content durable on a disk.
 
         Raises:
-            StorageError: The system refused; no file is left behind.
+            StorageError: The write failed; no file is left behind.
             ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
         """
         self.parent.write_data_files([DataFile(self.name, size, segments)], awaited, sync=sync)
@@ -550,9 +550,9 @@ class Location:
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write bulk data files below this directory, each as :meth:`write_data` does.
+        """Write bulk data files below this directory, each as by :meth:`write_data`.
 
-        On a disk, several threads write one file after the other; an object store gets several files at a time.
+        On a disk, several threads write one file after the other; an object store receives several files at once.
 
         Args:
             files: The files to write.
@@ -573,10 +573,10 @@ class Location:
         """Open a bulk data file for reading; use it as a context manager, or close it.
 
         Args:
-            size: The expected length, if known: an object store is then not asked before the first read, which raises
-                ObjectNotFoundError if there is no such object, and bytes beyond it are never requested.
-            cached: Whether a disk reads through the page cache, for several processes that read the same bytes. None:
-                as soon as another reader of the file is seen that was opened with None, too.
+            size: The expected length, if known: an object store is then not queried before the first read, which raises
+                ObjectNotFoundError if there is no such object, and bytes beyond this length are never requested.
+            cached: Whether to read from a disk through the page cache, for several processes that read the same bytes.
+                None: as soon as another reader that opened the file with None is detected.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -584,24 +584,24 @@ class Location:
         return self._backend.open_data(self._key, size, cached=cached)
 
     def can_share(self) -> bool:
-        """Return whether :meth:`share` can work here: on a disk, and in a store whose service copies objects itself."""
+        """Return whether :meth:`share` can work here: on a disk, and in a store with server-side copies."""
         return self._backend.can_share()
 
     def identity(self) -> FileIdentity:
-        """Return the identity by which :meth:`share` recognises this data file later; raise OSError if it is missing.
+        """Return the identity by which :meth:`share` later recognises this data file; raise OSError if it is missing.
 
-        Objects are recognised by their names: no two data files ever have the same one.
+        Objects are recognised by name: no two data files ever have the same name.
         """
         return self._backend.identity(self._key)
 
     def share(self, target: Location, known: FileIdentity) -> FileIdentity:
-        """Give the content of this data file another name in the same system, without transferring its bytes.
+        """Give this data file a second name in the same storage system, without transferring its bytes.
 
-        A disk makes a link, or else a clone. The service of an object store makes a copy, which takes its space.
+        A disk makes a hard link, or else a clone. An object store makes a server-side copy, which takes up space.
 
         Args:
-            target: The new name.
-            known: The identity of the file when it was written.
+            target: The location of the new name.
+            known: The identity that the file had when it was written.
 
         Returns:
             The identity of the file under its new name.
@@ -630,7 +630,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
 
 
 class _Upload(io.BytesIO):
-    """A file in memory, which is sent when it is closed."""
+    """An in-memory file that is uploaded when it is closed."""
 
     def __init__(self, send: Callable[[bytes], None], content: bytes) -> None:
         super().__init__()
@@ -646,7 +646,7 @@ class _Upload(io.BytesIO):
 
 
 def _open_object(location: Location, mode: str, **text: Any) -> IO[Any]:
-    """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
+    """Open an object like a file with the builtin ``open``; ``text`` holds the keyword arguments for text mode."""
     action = "".join(sorted(mode)).replace("t", "", 1).replace("b", "", 1)
     if action not in ("r", "w", "x", "a"):
         raise OptionError(f"{location}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")

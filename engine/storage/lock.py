@@ -1,7 +1,7 @@
-"""Locks on files, which distinguish a live process from a dead one.
+"""File locks, which tell a live process from a dead one.
 
-The operating system releases a lock when its process dies. Object stores and some network file systems have no locks;
-there, the file holds a token, the latest writer wins, and an earlier one finds another token before it commits.
+The operating system releases a lock when its process dies. Object stores and some network file systems do not support
+locks; there, the file holds a token: the latest writer wins, and an earlier one finds another token when it commits.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _GLANCE = 0.02  # seconds; a process that only tests a lock releases it within t
 
 
 class FileLock:
-    """An advisory lock on one local file. A forked process, such as a data loader's worker, does not inherit it."""
+    """An advisory lock on a local file. A forked process, such as a data loader worker, does not inherit it."""
 
-    handover: ClassVar[Lock] = Lock()  # held while one thread passes a lock on to another
+    handover: ClassVar[Lock] = Lock()  # held while one thread hands a lock over to another
 
     def __init__(self, file: Location) -> None:
         self._file = file
         self._close: weakref.finalize[..., FileLock] | None = None
         self.descriptor: int | None = None  # descriptor of the open file
-        self.obstacle: OSError | None = None  # why the file system did not lock the file
+        self.obstacle: OSError | None = None  # the error if the file system could not lock the file
 
     def acquire(self, flags: int) -> None:
-        """Open the file and lock it; it stays open if the file system has no locks.
+        """Open and lock the file; if the file system does not support locks, the file stays open without one.
 
         StorageConflictError: another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
-        StoragePermissionError: it cannot be opened, so whether it is locked is unknown.
+        StoragePermissionError: the file cannot be opened, so it is unknown whether it is locked.
         """
-        self.release()  # an interrupted attempt may have locked it
+        self.release()  # in case an interrupted attempt has locked it
         with _descriptors, os_errors(self._file.url, "open"):
             descriptor = self.descriptor = open_own(self._file, flags)
-            self._close = weakref.finalize(self, os.close, descriptor)  # runs even when the holder is garbage
+            self._close = weakref.finalize(self, os.close, descriptor)  # also runs when the lock is garbage-collected
             _held.add(self)
         try:
             self.obstacle = None
@@ -59,24 +59,24 @@ class FileLock:
             self.obstacle = error
 
     def is_current(self) -> bool:
-        """Return whether the locked file still has its name: another process may have replaced or removed it."""
+        """Return whether the path still leads to the locked file: another process may have replaced or removed it."""
         try:
             with _descriptors, os_errors(self._file.url, "access"):
                 if self.descriptor is None:
                     return False
                 locked, named = os.fstat(self.descriptor), os.stat(self._file)
-                # A server of NFS, whose locks may hold on one host only, gives a new file the number of a removed one.
+                # An NFS server, whose locks may hold on one host only, may reuse the inode number of a removed file.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False
 
     def is_own(self, token: str, size: int | None) -> bool:
-        """Return whether the file is the locked one or, without a lock, has ``size`` bytes and holds ``token``."""
+        """Return whether the file is the locked one or, without a lock, has ``size`` bytes and contains ``token``."""
         is_locked = self.descriptor is not None and self.obstacle is None
         return self.is_current() if is_locked else self.content(size).get("token") == token
 
     def release(self) -> None:
-        """Close the file, which releases the lock; the file stays."""
+        """Close the file, which releases the lock; the file is not removed."""
         with _descriptors:
             _held.discard(self)
             self.descriptor = None
@@ -85,17 +85,17 @@ class FileLock:
                 self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
-        """Fill the empty file that is locked, durably if ``sync``."""
+        """Write the content of the locked, empty file; ``sync`` makes it durable."""
         assert self.descriptor is not None
         with os_errors(self._file.url, "write"):
             written = 0
-            while written < len(content):  # a disk that becomes full takes a part, and refuses the rest
+            while written < len(content):  # a disk that becomes full writes only a part at first
                 written += os.pwrite(self.descriptor, content[written:], written)
             if sync:
                 os.fsync(self.descriptor)
 
     def content(self, size: int | None = None) -> dict[str, Any]:
-        """Return the JSON document in the file; an empty dictionary if it is missing or damaged."""
+        """Return the JSON object in the file; an empty dictionary if the file is missing or damaged."""
         try:
             document = json.loads(self._file.read_own(limit=1 << 24, size=size))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
@@ -104,7 +104,7 @@ class FileLock:
 
 
 def locked_elsewhere(location: Location) -> bool:
-    """Return whether another process has locked a local file; False if that is unknown."""
+    """Return whether another process holds the lock on a local file; False if that is unknown."""
     try:
         descriptor = open_own(location, os.O_RDONLY)
     except OSError:
@@ -123,17 +123,17 @@ def locked_elsewhere(location: Location) -> bool:
 
 
 class SaveLock(FileLock):
-    """The marker file of a save that is under way, locked as long as that save is alive."""
+    """The marker file of a save in progress, locked for as long as that save is alive."""
 
     @property
     def shows_life(self) -> bool:
-        """Whether the lock shows if a save is alive: object stores and some file systems have no locks."""
+        """Whether the lock tells if a save is alive: object stores and some file systems do not support locks."""
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:
-        """Make the file, empty, and lock it; the memory of this process has no locks."""
+        """Create the file, empty, and lock it; a ``memory://`` file is not locked."""
         if self._file.is_local:
-            # Another save may have taken the new file for the marker of a dead save, and replaced it.
+            # Another save may have mistaken the new file for the marker of a dead save, and replaced it.
             is_made = self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL)
         else:
             is_made = self._file.write_bytes_if(b"", None)
@@ -147,11 +147,11 @@ class SaveLock(FileLock):
             super().write(content, sync=sync)
 
     def take_over(self) -> bool:
-        """Lock the file of a dead save, so that its files can be removed; return whether the marker exists.
+        """Lock the marker of a dead save, so that its files can be removed; return whether the marker exists.
 
         Raises:
-            StorageConflictError: That save is alive.
-            StoragePermissionError: The file cannot be opened, so whether that save is alive is unknown.
+            StorageConflictError: That save is still alive.
+            StoragePermissionError: The marker cannot be opened, so it is unknown whether that save is alive.
         """
         try:
             return self._acquire(os.O_RDONLY)
@@ -166,19 +166,19 @@ class SaveLock(FileLock):
             raise refusal from error
 
     def folders(self) -> list[str]:
-        """Return the folders that the save writes into; the file is not trusted."""
+        """Return the folders that the save writes to; the file's content is validated, not trusted."""
         folders = self.content().get("folders")
         return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
 
     def conflict(self) -> StorageConflictError:
-        """Return the error for a save that another save to the same path prevents."""
+        """Return the error to raise when another save to the same path is in progress."""
         return StorageConflictError(
             f"{self._file.parent}: another save to the same path has begun; only one at a time can be committed. "
             "Wait for it to end; if this is a program of several processes, connect them before they save"
         )
 
     def _acquire(self, flags: int) -> bool:
-        """Lock the file; return whether it still has its name."""
+        """Lock the file; return whether the path still leads to it."""
         if not self._file.is_local:
             return True
         try:
@@ -192,14 +192,14 @@ class SaveLock(FileLock):
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-# Held while the descriptor of a lock is opened, read or closed, so that no other thread reuses its number for another
-# file, and while a process forks, so that the child knows all the descriptors that it must close. It is reentrant,
-# because a garbage collection may release a lock in the middle of such a block.
+# Held while a lock's descriptor is opened, read or closed, so that no other thread reuses its number for another file,
+# and while a process forks, so that the child knows all descriptors that it must close. It is reentrant because a
+# garbage collection may release a lock in the middle of such a block.
 _descriptors = threading.RLock()
 
 
 def _in_child() -> None:
-    """Release the locks of the parent, which may die first."""
+    """Release the parent's locks in the child, which may outlive the parent."""
     for lock in list(_held):
         lock.release()
     _descriptors.release()

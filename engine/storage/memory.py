@@ -1,4 +1,4 @@
-"""``memory://``: the memory of this process, a store of TensorStore, which reads its formats there as on a disk."""
+"""``memory://``: a TensorStore key-value store in this process's memory, with the same formats as on a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _shared_context() -> tensorstore.Context:
 
 
 def shared_context() -> tensorstore.Context:
-    """Return the TensorStore context of this process; with it, ``memory://`` is the same store everywhere."""
+    """Return this process's TensorStore context; with it, ``memory://`` is the same store everywhere."""
     with _opening:
         return _shared_context()
 
@@ -63,7 +63,7 @@ class MemoryBackend(ObjectStoreBackend):
         import tensorstore
 
         span = tensorstore.KvStore.KeyRange(key if itself or not key else f"{key}/", f"{key}0" if key else "")
-        names: list[bytes] = self.request(key, "list", lambda: self._store.list(span))  # "0" follows "/"
+        names: list[bytes] = self.request(key, "list", lambda: self._store.list(span))  # "0" is the character after "/"
         return sorted(name.decode("utf-8", "surrogateescape") for name in names)
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
@@ -74,5 +74,5 @@ class MemoryBackend(ObjectStoreBackend):
         return answer.value if answer.state == "value" else None, answer.stamp.generation
 
     def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
-        expected = self.read_generation("")[1] if generation is None else generation  # the root is no object
+        expected = self.read_generation("")[1] if generation is None else generation  # the root is never an object
         return bool(self.request(key, "write", lambda: self._store.write(key, data, if_equal=expected)).generation)

@@ -1,6 +1,6 @@
-"""The common part of all object stores: directories that are prefixes, snapshots of listings, and reads by ranges.
+"""The common base of all object stores: directories as prefixes, snapshots of listings, and range reads.
 
-Every request ends, and its error names the object, the action and possible remedies.
+Every request has a time limit, and its error names the object, the action and possible remedies.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ _logger = logging.getLogger("holdfast")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-RETRIES = 8  # attempts at one request; an unreachable service is given up after about two minutes of them
-# Seconds after which a request has failed even if a client would try again: a service may never answer.
+RETRIES = 8  # retries of one request; an unreachable service is given up after about two minutes of them
+# Seconds after which a request fails even if the client would still retry: a service may never answer.
 REQUEST_TIMEOUT = 300.0
-WARN_AFTER = 20.0  # seconds after which the log names a request that is still waiting
-SLOWEST = 64 << 10  # bytes a second; the time limit grows by what sending or receiving takes at this speed
-# Bytes; no store has objects of that size, so ranges that end beyond it are refused without a request.
+WARN_AFTER = 20.0  # seconds after which a warning names a request that is still waiting
+SLOWEST = 64 << 10  # bytes per second; the time limit grows by the transfer time at this speed
+# Bytes; no store has objects this large, so an offset beyond this is first checked against the object's size.
 _LONGEST_RANGE = 1 << 50
-GARBLED = 3  # unparsable answers after which a request has failed
-UNKNOWN_SIZE = 32 << 20  # bytes for which the time limit allows if the length of an object is unknown
+GARBLED = 3  # attempts at a request whose answers cannot be parsed
+UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an object is unknown
 
-_TOGETHER = 1000  # objects that services delete with one request
-_SMALL = 64 << 10  # bytes that are requested if the length is unknown
-_TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has confirmed that it exists
+_TOGETHER = 1000  # maximum number of objects that services delete with one request
+_SMALL = 64 << 10  # bytes requested if the length is unknown
+_TRUSTED = 256 << 20  # maximum bytes allocated for a range before the store has confirmed the object's size
 
-BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object
+BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object: objects are recognised by name
 
 
 def time_limit(nbytes: int) -> float:
-    """Return the seconds after which a request that transfers ``nbytes`` has failed."""
+    """Return the time limit in seconds of a request that transfers ``nbytes``."""
     return REQUEST_TIMEOUT + nbytes / SLOWEST
 
 
 @dataclass
 class _Listing:
-    """The names of all objects that begin with a prefix, as they were at one time."""
+    """The names of all objects with a given prefix, as they were at one time."""
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # objects elsewhere that were asked for: whether they exist
+    others: dict[str, bool] = field(default_factory=dict)  # cached lookups outside the prefix: whether objects exist
 
 
 class _Pending(Protocol[T_co]):
-    """A request that is under way: a future of Python, or of TensorStore."""
+    """A pending request: a Python future or a TensorStore future."""
 
     def result(self, timeout: float) -> T_co: ...
 
@@ -78,11 +78,11 @@ class _Pending(Protocol[T_co]):
 
 
 class ObjectStoreBackend:
-    """Objects with names, which are the keys; directories are prefixes, which exist while an object lies below them."""
+    """A store of objects by key; directories are key prefixes, which exist while there are objects below them."""
 
     is_local = False
     given: Any = None  # the file system object that the caller passed, if any
-    prefix = ""  # of all paths in that file system
+    prefix = ""  # common prefix of all paths in that file system
 
     def __init__(self, root: str, *, is_remote: bool) -> None:
         self.is_remote = is_remote
@@ -104,19 +104,19 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
-        """Return an object or a range of it; DamagedCheckpointError if it ends before the range begins."""
+        """Return an object or a byte range of it; raise DamagedCheckpointError if it ends before the range begins."""
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key, perhaps also similar ones; with ``itself``, also the key."""
+        """Return the sorted names below a key, possibly with others that share the prefix; ``itself`` adds the key."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        """Write an object; if the service can, it replaces an older one in one step, and is durable on return."""
+        """Write an object, replacing an older one; the write is atomic and durable if the service supports that."""
         raise StorageError(f"{self.url(key)} is only read")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        # The stream returns its bytes without a copy, because they have their final length from the start.
+        # Allocated at its final length, the stream can return its bytes without a copy.
         stream = io.BytesIO(bytes(size))
         for part in file_parts(size, segments):
             stream.write(part.data)
@@ -126,16 +126,16 @@ class ObjectStoreBackend:
         raise StorageError(f"{self.url(key)} is only read")
 
     def remove_together(self, names: Sequence[str]) -> bool:
-        """Delete up to 1,000 objects with one request; return False if each needs a request of its own."""
+        """Delete up to 1,000 objects with one request; return False if they must be deleted one by one."""
         return False
 
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Fill memory with a range, and call ``answered`` once the service answers; return False if it cannot."""
+        """Read a range into memory, and call ``answered`` once the service responds; return False if that fails."""
         try:
             rest = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
-        except DamagedCheckpointError:  # the object ends before the range does, or the server does not serve ranges
+        except DamagedCheckpointError:  # the object ends within the range, or the server does not support ranges
             return False
         for part in memory:
             if len(rest) < part.size:
@@ -150,43 +150,43 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an object that exists; it may try, with ``data`` at ``key``."""
+        """Return whether the service refuses to create an existing object; it may be tested by writing ``data``."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
-        """Return the content of an object, or None, and its generation, which changes with every write."""
+        """Return the content of an object (None if missing) and its generation, which changes with every write."""
         raise NotImplementedError
 
     def write_where(self, key: str, data: bytes, generation: Any) -> bool:
-        """Write an object if it still has a generation (None: if it is missing); return whether it was written."""
+        """Write an object only if its generation is unchanged (None: it is missing); return whether it was written."""
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """Return the errors that requests raise."""
+        """Return the types of exceptions that requests raise."""
         return (ValueError, IndexError, RuntimeError, OSError)
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
-        """Return holdfast's error for an error that a request raised."""
+        """Convert an exception raised by a request to a holdfast error."""
         return map_status(error, self.url(key), action)
 
     def shown_cause(self, error: Exception) -> Exception | None:
-        """Return the error as the cause that a traceback shows; None if its text holds secrets."""
+        """Return the error as the cause to show in the traceback; None if its text contains secrets."""
         text = str(error)
         return error if without_secrets(text) == text else None
 
     def advice(self, kind: type[HoldfastError]) -> str:
-        """Return advice for users about an error, in brackets, or ""."""
+        """Return advice to append to an error message, in brackets, or ""."""
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # the error itself reports settings that cannot be read
+        with contextlib.suppress(Exception):  # settings that cannot be read are reported by the error itself
             return self.advice(kind)
         return ""
 
     # ---- the methods of a backend
 
     def url(self, key: str) -> str:
-        from urllib.parse import quote  # imported lazily: paths of this machine need no URL
+        from urllib.parse import quote  # imported lazily: local paths need no URL
 
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
@@ -197,7 +197,7 @@ class ObjectStoreBackend:
         listing = self._listing
         if listing is None:
             return self.has_object(key)
-        if not key.startswith(listing.prefix):  # callers ask several times for the key itself
+        if not key.startswith(listing.prefix):  # cached: callers check the key itself several times
             if key not in listing.others:
                 listing.others[key] = self.has_object(key)
             return listing.others[key]
@@ -216,11 +216,11 @@ class ObjectStoreBackend:
         return sorted(Entry(name, is_directory) for name, is_directory in folders.items())
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
-        # One request suffices for an object that has the expected size, or is small.
+        # One request is enough if the object has the expected size or is small.
         is_known = size is not None and (limit is None or size <= limit)
         part = size if is_known else None if limit is None else min(limit, _SMALL)
         if part is not None:
-            with contextlib.suppress(DamagedCheckpointError):  # it is shorter, or the server does not serve ranges
+            with contextlib.suppress(DamagedCheckpointError):  # it is shorter, or the server does not support ranges
                 content = self.read_range(key, slice(0, part if is_known else part + 1))
                 if is_known or len(content) <= part:
                     return content
@@ -237,7 +237,7 @@ class ObjectStoreBackend:
             content, generation = self.read_generation(key)
             if content != expected:
                 return content == data
-        # A repeated request whose first answer was lost is refused, as it has changed the object itself.
+        # If the answer to a successful write was lost, the retry is refused: the content shows whether it was written.
         return self.write_where(key, data, generation) or self.read_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
@@ -248,7 +248,7 @@ class ObjectStoreBackend:
         return False  # prefixes need no creation
 
     def sync_directory(self, key: str) -> None:
-        pass  # every written object is listed
+        pass  # every object is listed as soon as it is written
 
     def rename(self, key: str, target: str) -> None:
         names = self._listed(key, itself=True)
@@ -282,7 +282,7 @@ class ObjectStoreBackend:
     def request(
         self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int = 0, *, attempts: int = 1
     ) -> T:
-        """Start a request and wait as long as ``nbytes`` may take; repeat it if the answer is garbled."""
+        """Start a request and wait for it, with a time limit for ``nbytes``; retry it if the answer is garbled."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
@@ -316,7 +316,7 @@ class ObjectStoreBackend:
         except HoldfastError:
             raise
         except self.failures() as error:
-            # No local variable refers to the new error: a cycle with this frame would keep its callers' objects alive.
+            # Not bound to a local variable: a reference cycle with this frame would keep the callers' objects alive.
             raise self._advised(self.explained(error, key, action)) from self.shown_cause(error)
 
     def _advised(self, error: HoldfastError) -> HoldfastError:
@@ -324,7 +324,7 @@ class ObjectStoreBackend:
         return type(error)(f"{error}{advice}") if advice else error
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
-        """Return this store with its listing below a key fixed, with ``known`` names added; reads see the present."""
+        """Return this store with a fixed listing below a key, plus the ``known`` names; reads see current content."""
         frozen = copy.copy(self)
         frozen._listing = None
         prefix = f"{key}/" if key else ""
@@ -332,24 +332,24 @@ class ObjectStoreBackend:
         return frozen
 
     def names(self, key: str) -> list[str]:
-        """Return the names of all objects below a key, relative to it, sorted."""
+        """Return the sorted names of all objects below a key, relative to it."""
         below = f"{key}/" if key else ""
         return [name.removeprefix(below) for name in self._listed(key, itself=False)]
 
     def _listed(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key, and the key if ``itself`` and there is such an object."""
+        """Return the names of all objects below a key and, with ``itself``, the key if there is such an object."""
         below = f"{key}/" if key else ""
         listing = self._listing
         if listing is None or not below.startswith(listing.prefix):
             names = self.list_objects(key, itself=itself)
         else:
-            end = bisect_left(listing.names, f"{key}0") if key else None  # "0" follows "/"
+            end = bisect_left(listing.names, f"{key}0") if key else None  # "0" is the character after "/"
             names = listing.names[bisect_left(listing.names, key if itself else below) : end]
         return [name for name in names if name.startswith(below) or (itself and name == key)]
 
 
 class ObjectReader(DataReader):
-    """One object, read by ranges, or once as a whole if the store serves no ranges."""
+    """One object, read by byte ranges, or once as a whole if the store does not support ranges."""
 
     def __init__(self, backend: ObjectStoreBackend, key: str, expected: int | None) -> None:
         self._backend = backend
@@ -358,19 +358,19 @@ class ObjectReader(DataReader):
         self._lock = threading.Lock()
         self._whole: bytes | None = None
         self._missing: ObjectNotFoundError | None = None
-        self._first = threading.Lock()  # the first read takes it for good
-        self._answered = threading.Event()  # set when the first read has been answered, or has ended
+        self._first = threading.Lock()  # acquired by the first read and never released
+        self._answered = threading.Event()  # set once the first read is answered or has ended
 
     @property
     def size(self) -> int:
         return self._backend.object_size(self._key)
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
-        if self._missing is not None:  # one request suffices
+        if self._missing is not None:  # known to be missing: no further request is needed
             raise self._missing
         url, size = self._backend.url(self._key), self._expected
         try:
-            # The length may be wrong: large memory is allocated only once the store has confirmed it.
+            # The expected length may be wrong: large buffers are allocated only once the store has confirmed the size.
             trusted = UNKNOWN_SIZE if size is None else _TRUSTED
             if not (0 <= offset <= _LONGEST_RANGE and 0 <= length <= trusted):
                 size = self.size
@@ -390,7 +390,7 @@ class ObjectReader(DataReader):
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
         if self._whole is not None or self._missing is not None:
             return False
-        # Only one request waits for the first answer: before that, a service may hash or fetch the object.
+        # Later reads wait until the first one is answered: before that, a service may still hash or fetch the object.
         if not self._first.acquire(blocking=False):
             self._answered.wait(REQUEST_TIMEOUT)
         try:
@@ -403,8 +403,8 @@ class ObjectReader(DataReader):
 
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
-    """Generate the bytes of a data file, including the zeros between segments."""
-    import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
+    """Yield the bytes of a data file, including the zeros between segments."""
+    import numpy as np  # imported lazily: listing checkpoints imports this module but needs no arrays
 
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:
@@ -425,7 +425,7 @@ def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.ui
 
 @contextlib.contextmanager
 def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over parts to upload; if it fails, raise its error instead of the error of the upload."""
+    """Yield an iterator over parts to upload; if it fails, raise its error instead of the upload's."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""The one mechanism by which the engine divides work among threads: requests, transfers, copies and compression."""
+"""The engine's only mechanism for dividing work among threads: requests, transfers, copies and compression."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..forks import Lock
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Small requests, or reads of ranges, that run at a time over a network: a thread that waits costs little.
+# Maximum concurrent small requests or range reads over a network: a waiting thread costs little.
 REQUESTS = 16
-UPLOADS = 8  # data files that are uploaded at a time; files that are not sent from their arrays are in memory
+UPLOADS = 8  # concurrent uploads of data files; files that are not sent straight from their arrays are in memory
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -27,14 +27,14 @@ _LONGEST_WAIT = 0.5  # seconds
 class Helper(threading.Thread):
     """A thread that :meth:`finish` joins reliably even if an interrupt arrives.
 
-    If ``Thread.join`` of Python 3.11 is interrupted, it takes a running thread for one that has ended.
+    In Python 3.11, an interrupted ``Thread.join`` marks a running thread as ended.
     """
 
     def __init__(self, work: Callable[[], object], name: str, *, daemon: bool = False) -> None:
         super().__init__(target=work, name=name, daemon=daemon)
-        self._process: int | None = None  # PID of the process in which it runs; it does not run in a forked child
+        self._process: int | None = None  # PID of the process that runs the thread; a forked child does not run it
         self._is_done = False
-        # Released when the work is done. An interrupt could leave the lock of an Event locked for ever.
+        # Released when the work is done; not an Event, whose internal lock an interrupt could leave locked forever.
         self._under_way = Lock()
         self._under_way.acquire()
 
@@ -55,14 +55,14 @@ class Helper(threading.Thread):
 
     def _is_done_within(self, timeout: float | None) -> bool:
         end = math.inf if timeout is None else time.monotonic() + timeout
-        # Python handles a signal that arrives right before a wait only after it, so no wait is long.
+        # A signal that arrives just before a wait is handled only after it, so waits are short.
         while not self._is_done and (remaining := end - time.monotonic()) > 0:
             if self._under_way.acquire(timeout=min(_LONGEST_WAIT, remaining)):
                 self._under_way.release()
         return self._is_done
 
     def finish(self, interrupted: Callable[[BaseException], None]) -> None:
-        """Wait until the thread has ended; give ``interrupted`` each interrupt meanwhile."""
+        """Wait until the thread has ended; pass each interrupt that arrives meanwhile to ``interrupted``."""
         while self.is_alive():
             try:
                 self.join()
@@ -80,12 +80,12 @@ def parallel_map(
     name: str = "holdfast-request",
     stop: threading.Event | None = None,
 ) -> list[R]:
-    """Call ``work`` for every item, in the calling thread and helper threads; return the results in order.
+    """Call ``work`` for every item, in the calling thread and in helper threads; return the results in order.
 
-    ``awaited`` is set when a training loop that runs during this call begins to wait for it. Until then, ``beside`` is
+    ``awaited`` is set when a training loop that runs during this call starts to wait for it. Until then, ``beside`` is
     the concurrency; afterwards, more helpers start. Without ``awaited``, no loop runs during the call. After the first
-    exception of any thread, including an interrupt, no thread takes another item, and ``stop`` is set, so that long
-    work can end early; the exception is raised once all helpers have ended. Helpers are named ``name``-1, -2, ...
+    exception in any thread, including an interrupt, no thread takes another item, and ``stop`` is set so that long work
+    can end early; the exception is raised once all helpers have ended. Helpers are named ``name``-1, -2, ...
     """
     most = min(max_concurrency, len(items))
     if most <= 1:
@@ -93,25 +93,25 @@ def parallel_map(
     at_first = most if beside is None or awaited is None else min(beside, most)
     shared = _SharedWork(work, items, most, at_first, awaited, name, stop or threading.Event())
     shared.run()
-    for helper in shared.helpers:  # one of them may start another
+    for helper in shared.helpers:  # a helper may start another one
         helper.finish(shared.fail)
-    shared.helpers.clear()  # a helper that could not be started and the work refer to each other
+    shared.helpers.clear()  # breaks the cycle between the work and a helper that could not be started
     if shared.errors:
         try:
             raise shared.errors[0]
         finally:
-            shared.errors.clear()  # the error's frames refer to this list: the cycle would keep their objects alive
+            shared.errors.clear()  # breaks the cycle with the error's frames, which would keep their objects alive
     return shared.results
 
 
 @dataclass
 class _SharedWork(Generic[T, R]):
-    """The state of one :func:`parallel_map`, for all of its threads."""
+    """The state of one :func:`parallel_map` call, shared by all its threads."""
 
     work: Callable[[T], R]
     items: Sequence[T]
-    most: int  # threads once it is awaited
-    at_first: int  # threads before that
+    most: int  # maximum number of threads once the call is awaited
+    at_first: int  # maximum number of threads before that
     awaited: threading.Event | None
     name: str
     stopped: threading.Event
@@ -124,7 +124,7 @@ class _SharedWork(Generic[T, R]):
         self.helpers: list[Helper] = []
 
     def run(self) -> None:
-        """Take one item after the other; all threads run this."""
+        """Process items one after the other until none is left; runs in every thread."""
         try:
             while not self.stopped.is_set():
                 with self._lock:
@@ -133,7 +133,7 @@ class _SharedWork(Generic[T, R]):
                         return
                     self._start_helpers()
                 self.results[number] = self.work(self.items[number])
-        except BaseException as error:  # raised by the calling thread, above
+        except BaseException as error:  # raised again by parallel_map, in the calling thread
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -143,7 +143,7 @@ class _SharedWork(Generic[T, R]):
     def _start_helpers(self) -> None:
         is_awaited = self.awaited is not None and self.awaited.is_set()
         while len(self.helpers) + 1 < (self.most if is_awaited else self.at_first):
-            # Plain threads: an executor refuses work once the main thread has ended, and saves continue after that.
+            # Plain threads: executors refuse work once the main thread has ended, but saves continue after that.
             name = f"{self.name}-{len(self.helpers) + 1}"
             self.helpers.append(Helper(self.run, name, daemon=True))
             self.helpers[-1].start()

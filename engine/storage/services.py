@@ -1,7 +1,7 @@
-"""The differences between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
+"""What differs between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
 
 A URL only names the bucket and the object. Everything else comes from the environment variables and files of each
-service's own tools; boto3, google-auth and azure-identity read those that obstore does not read.
+service's own tools; boto3, google-auth and azure-identity read those that obstore does not support.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .status import check_header, hidden_address
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Credential, S3Store
 
-LOOKUP_URL = "https://s3.amazonaws.com/{}"  # answers with the region of a bucket, to anyone
+LOOKUP_URL = "https://s3.amazonaws.com/{}"  # returns the region of a bucket, without authentication
 _LOOKUP_WAIT = 5.0  # seconds
-_STATIC = datetime.timedelta(seconds=60)  # lifetime of keys from a file, which another program may renew
+_STATIC = datetime.timedelta(seconds=60)  # cache time of credentials from a file, which another program may renew
 _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
-_AZURE_SUFFIX = ".dfs.core.windows.net"  # of the name of an account
+_AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of account names
 _AZURE_SERVICES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
 """The variables that choose the service, in capitals; keys and tokens may change while a program runs."""
 _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
@@ -42,14 +42,14 @@ _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|M
 
 
 class CredentialsError(ValueError):
-    """Credentials cannot be used, or the settings name credentials that do not exist."""
+    """The credentials cannot be used, or the settings refer to credentials that do not exist."""
 
 
 # ---- S3
 
 
 class S3(CloudBackend):
-    """A bucket of S3, or of a service with its protocol."""
+    """A bucket of S3 or of an S3-compatible service."""
 
     extra = "s3"
     packages = ("obstore", "boto3")
@@ -67,8 +67,8 @@ class S3(CloudBackend):
         region = aws_region() or ("us-east-1" if endpoint else _bucket_region(self._bucket))
         config: dict[str, Any] = {
             "region": region,
-            "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS notices a changed byte
-            "disable_bulk_delete": not once,  # services without it delete one object at a time
+            "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
+            "disable_bulk_delete": not once,  # services without bulk deletion delete objects one by one
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")
@@ -103,19 +103,19 @@ class S3(CloudBackend):
 
 
 def _named_endpoint() -> tuple[str, str]:
-    """Return the environment variable with the address of S3, and the address; two empty texts if it is not set."""
+    """Return the environment variable that sets the S3 endpoint, and its value; two empty strings if none is set."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     return next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", ""))
 
 
 def aws_region() -> str | None:
-    """Return the region of the environment, or of the chosen profile of ``~/.aws``."""
+    """Return the region from the environment or from the chosen profile in ``~/.aws``."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return region or _aws_profile().get("region")
 
 
 def aws_endpoint() -> str | None:
-    """Return the address of S3, by the environment or the chosen profile; None for Amazon's.
+    """Return the S3 endpoint from the environment or the chosen profile; None for Amazon's default.
 
     https://docs.aws.amazon.com/sdkref/latest/guide/feature-ss-endpoints.html
     """
@@ -133,7 +133,7 @@ def aws_endpoint() -> str | None:
 
 
 def chosen_profile() -> str:
-    """Return the name of the profile of ``~/.aws`` that is used."""
+    """Return the name of the profile in ``~/.aws`` to use."""
     return os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
 
 
@@ -148,7 +148,7 @@ def _aws_session() -> Any:
 
 
 def _aws_profile() -> Mapping[str, Any]:
-    """Return the settings of the chosen profile; none without files of profiles."""
+    """Return the settings of the chosen profile; empty without profile files."""
     paths = (os.path.expanduser(os.environ.get(name) or path) for name, path in _AWS_FILES.items())
     if not any(map(os.path.exists, paths)):
         return {}
@@ -157,7 +157,7 @@ def _aws_profile() -> Mapping[str, Any]:
 
 
 def _aws_credentials() -> Callable[[], S3Credential] | None:
-    """Return the function by which obstore gets credentials; None if there are none."""
+    """Return the function that supplies credentials to obstore; None if there are no credentials."""
     from botocore.credentials import RefreshableCredentials
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -189,14 +189,14 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
         current()
     except CredentialsError:
         raise
-    except ValueError:  # of the provider, if botocore finds no credentials
+    except ValueError:  # raised by the provider if botocore finds no credentials
         return None
     return current
 
 
 def _bucket_region(bucket: str) -> str:
-    """Ask Amazon for the region of a bucket, which needs no credentials."""
-    import urllib.error  # imported lazily: a command that only parses an address needs no HTTP client
+    """Look up the region of a bucket at Amazon, which needs no credentials."""
+    import urllib.error  # imported lazily: a command that only parses a URL needs no HTTP client
     import urllib.request
 
     request = urllib.request.Request(LOOKUP_URL.format(bucket), method="HEAD")
@@ -214,7 +214,7 @@ def _bucket_region(bucket: str) -> str:
 
 
 class Google(CloudBackend):
-    """A bucket of Google Cloud Storage."""
+    """A Google Cloud Storage bucket."""
 
     extra = "gcs"
     variables = ("GOOGLE_", "CLOUDSDK_", "GCE_", "TENSORSTORE_", "HOME")
@@ -238,7 +238,7 @@ class Google(CloudBackend):
         return GCSStore(self._bucket, client_options=client, **config, **options)
 
     def _credentials(self) -> Any:
-        """Return the function by which obstore gets tokens; None without an account."""
+        """Return the function that supplies tokens to obstore; None without an account."""
         check_installed("google.auth", self._root, self.extra)
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
@@ -275,7 +275,7 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
 
 
 class Azure(CloudBackend):
-    """A container of Azure Blob Storage, in the account of the environment or in one that its URL names."""
+    """An Azure Blob Storage container, in the account given by its URL or by the environment."""
 
     extra = "azure"
     variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
@@ -289,7 +289,7 @@ class Azure(CloudBackend):
         container, _, named = root.partition("://")[2].partition("@")
         services = ((name, value) for name, value in settings.items() if _AZURE_SERVICES.fullmatch(name))
         self._identity = (container, named or account, *services)
-        # The URL keeps the account that it names: the environment of another process may name another one.
+        # The URL keeps its account name: in another process, the environment may name a different account.
         self._container = container if (named or account) == account else root
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> AzureStore:
@@ -318,7 +318,7 @@ class Azure(CloudBackend):
 
 
 def azure_root(scheme: str, authority: str, path: str) -> tuple[str, str] | None:
-    """Return the address of a container and the path inside it; None if the address is not one of Azure."""
+    """Return the URL of a container and the path inside it; None if this is not an Azure address."""
     shown = hidden_address(f"{scheme}://{authority}/{path}")
     if scheme == "https":
         if not _HTTPS.fullmatch(authority):

@@ -1,4 +1,4 @@
-"""The errors of storage: one place converts errors of the operating system, obstore and TensorStore to holdfast's."""
+"""Storage errors: the one place that converts operating system, obstore and TensorStore errors to holdfast's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OS_ERRORS = {number: cls for cls, numbers in _NUMBERS.items() for number in numb
 _UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
-    if hasattr(errno, name)  # some systems lack some of them
+    if hasattr(errno, name)  # some systems do not define all of them
 )
 """Error numbers of reads from a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
@@ -48,11 +48,11 @@ _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, err
 
 
 class UnknownSchemeError(InvalidLocationError):
-    """The scheme of a URL is unknown; the message does not list the known ones."""
+    """The scheme of a URL is unknown; the caller adds the list of known schemes to the message."""
 
 
 class GarbledAnswerError(StorageUnavailableError):
-    """An answer of a store could not be parsed: a proxy may have answered instead of the service."""
+    """An answer from a store could not be parsed: a proxy may have answered instead of the service."""
 
 
 STATUSES: dict[str, type[HoldfastError]] = {
@@ -77,14 +77,14 @@ STATUSES: dict[str, type[HoldfastError]] = {
 
 _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"Malformed List response|Failed to parse response", GarbledAnswerError),
-    ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore repeats the request, in vain
+    ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore retries the request in vain
     (r"All \d+ retry attempts failed", StorageUnavailableError),  # reported as ABORTED
     (
         "ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
         "|credentials from provider",
         StoragePermissionError,
     ),
-    (r"was ignored by server|Content-Range header", DamagedCheckpointError),  # no ranges are served
+    (r"was ignored by server|Content-Range header", DamagedCheckpointError),  # range requests are not supported
     (r"StorageFull|QuotaExceeded|http_response_code='507'", StorageFullError),
     (r"PermanentRedirect|http_response_code='30[178]'", InvalidLocationError),
 )
@@ -123,12 +123,12 @@ _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
 }
 
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
-# A password may contain anything, such as spaces, or the slashes in keys of AWS; a colon before a number marks a port.
+# A password may contain anything, such as spaces or the slashes in AWS keys; a colon before a number marks a port.
 _PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
 _USER = r"(:/+)[^/\s'\"]*@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
 
-# TensorStore adds these, which repeat the message itself.
+# TensorStore appends these; they repeat the message.
 _BODY = r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]"
 
 _ADVICE: dict[type[HoldfastError], str] = {
@@ -139,7 +139,7 @@ _ADVICE: dict[type[HoldfastError], str] = {
 
 
 class os_errors:  # noqa: N801 - used like a function; each small file needs several, and generators take three times as long
-    """Convert errors of the operating system to holdfast's, as "cannot ``action`` ``path``: ..."."""
+    """Convert operating system errors to holdfast's, as "cannot ``action`` ``path``: ..."."""
 
     __slots__ = ("_action", "_path")
 
@@ -156,14 +156,14 @@ class os_errors:  # noqa: N801 - used like a function; each small file needs sev
 
 
 def is_unreadable(error: object) -> bool:
-    """Return whether an error means that a file cannot be read because it, or the disk, is broken."""
+    """Return whether an error means that a file is unreadable because the file or the disk is broken."""
     if isinstance(error, DamagedCheckpointError):
         return error.unreadable
     return isinstance(error, StorageError) and error.errno in _UNREADABLE
 
 
 def is_strange(error: StorageError) -> bool:
-    """Return whether an error means that a path is not ours: no regular file, or a file of another user."""
+    """Return whether an error means that a path is not ours: not a regular file, or another user's file."""
     return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
@@ -190,7 +190,7 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
         return map_os_error(error, path, action)
     text = str(error)
     status = re.match(r"[A-Z_]+(?=:)", text)
-    # TensorStore omits the status name for arguments it cannot use.
+    # TensorStore omits the status name for invalid arguments.
     other = InvalidLocationError if status is None and isinstance(error, ValueError) else StorageError
     cls = _first_match(_SERVICE_CODES, text) or STATUSES.get(status[0] if status else "", other)
     return explain_failure(cls, action, path, re.sub(_BODY, "", text))
@@ -201,15 +201,15 @@ def _first_match(failures: Sequence[tuple[str, type[HoldfastError]]], text: str)
 
 
 def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError:
-    # obstore appends a dump of its own structures, which repeats everything.
+    # obstore appends a debug dump, which repeats everything.
     text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
     text = re.sub(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", r"\1, \2", text)
     cls = _first_match(_OBSTORE_FAILURES[:4], text) or _OBSTORE_CLASSES.get(type(error).__name__)
     cls = cls or _first_match(_OBSTORE_FAILURES, text) or StorageError
     if cls is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
-        cls = GarbledAnswerError  # obstore does not repeat a deletion whose connection has ended
+        cls = GarbledAnswerError  # obstore does not retry a deletion whose connection was lost
     text = re.sub(r"^The operation lacked.*? for path .*?: (?=Error performing)", "", text)
-    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice have the address
+    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice include the address
     text = re.sub(
         r", max_retries: \d+, retry_timeout: \S+| - Server returned non-2xx(?= status)| code(?=: \d)", "", text
     )
@@ -217,7 +217,7 @@ def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError
 
 
 def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
-    """Return an error as "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
+    """Return the error "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
     advice = next((_ADVICE[base] for base in cls.__mro__ if base in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
         advice = "set the clock of this machine, which differs from that of the service by more than minutes"
@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError if a value cannot go into a header, for which clients would end the process."""
+    """Raise StoragePermissionError if a value is invalid in an HTTP header, as clients would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} holds a character that no header can have, perhaps a line "
@@ -234,7 +234,7 @@ def check_header(service: str, name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Hide the users, passwords and query values of the addresses in a text.
+    """Mask the users, passwords and query values of URLs in a text.
 
     >>> without_secrets("https://user:word@host/a?token=secret&b=1")
     'https://***@host/a?token=***&b=***'
@@ -249,7 +249,7 @@ def without_secrets(text: str) -> str:
 
 
 def hidden_address(address: str) -> str:
-    """Hide the secrets of one address as :func:`without_secrets` does, also if it has unusual characters.
+    """Mask the secrets in one URL as :func:`without_secrets` does, even if it contains unusual characters.
 
     >>> hidden_address("s3://a user:it's 50% / #1@bucket/x")
     's3://***@bucket/x'
@@ -266,7 +266,7 @@ def hidden_address(address: str) -> str:
 
 
 def check_extent(path: str, size: int, offset: int, length: int) -> None:
-    """Raise DamagedCheckpointError unless a file of ``size`` bytes has ``length`` bytes at ``offset``."""
+    """Raise DamagedCheckpointError unless ``length`` bytes at ``offset`` lie within a file of ``size`` bytes."""
     if offset < 0 or length < 0 or offset + length > size:
         raise truncated(path, size, offset, length)
 
