@@ -47,7 +47,7 @@ _INDEX_LIMIT = 8 << 30  # largest index in bytes; ten million chunks take about 
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Prefix errors about content with a location and a text; without a text, only errors that lack the location."""
+    """Prefix content errors with the location and a text; without a text, only errors that do not name the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
