@@ -105,7 +105,7 @@ class Guard(Enum):
     """How concurrent saves to one path are kept apart."""
 
     MARKER = auto()  # by the marker alone: of two saves, the one that began later wins
-    CONDITION = auto()  # a marker, and the store accepts the record only if no other save has written one
+    CONDITION = auto()  # by a marker and a conditional write, rejected if another save has written a record
     ARCHIVES = auto()  # by the conditional write without a marker, as archives identify themselves as written by a save
 
 
@@ -164,7 +164,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Make folders, except for items in ``archives``, and mark the directory so that a crash is explained."""
+        """Write the marker, which identifies a crashed save, and make the folders of items not in ``archives``."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if no run that has not seen the record removes files of this save."""
+        """Return True if all files of this save exist, and no run that missed the record is deleting them."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -361,7 +361,7 @@ class PendingCheckpoint(ABC):
     def _tidy(self, record: CheckpointRecord) -> None:
         """Remove what the committed checkpoint does not need; the marker goes last."""
         is_overtaken = self._phase is Phase.OVERTAKEN
-        if is_overtaken and not self._is_alone:  # the other save replaces this one, or finds this record and fails
+        if is_overtaken and not self._is_alone:  # the other save replaces this one or fails when it finds this record
             return
         with only_logged(self.location):
             self._parts.publish(record, replaces=self._old is not None)
