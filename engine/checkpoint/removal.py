@@ -32,7 +32,7 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 _logger = logging.getLogger("holdfast")
 
 _ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, as archives have up to 256 KiB of arrays
-_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that saves to object stores give to archives
+_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
 class CommitParts:
@@ -51,7 +51,7 @@ class CommitParts:
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if a save of this kind may have made a folder of this path; a marker is not trusted."""
+        """Return True if a save of this kind may have made this folder; a marker's paths must be checked with this."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:

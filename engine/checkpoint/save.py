@@ -123,7 +123,7 @@ class Save:
         self._location = location
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
-        self._claim = threading.Lock()  # held for good by the thread that completes the save or gives it up
+        self._claim = threading.Lock()  # taken for good by the thread that completes or abandons the save
         # Whether the save may be completed on a thread while the training loop continues.
         self.in_background = any(item.background for item in items.values())
         self.replaces = False  # whether the save replaces a checkpoint; only process 0 knows
@@ -195,7 +195,7 @@ class Save:
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
         """Pack small items into zip files in memory, to save requests to an object store; return them by item name."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # the folders of all items exist
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # then all folders exist already
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
