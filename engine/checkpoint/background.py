@@ -76,7 +76,7 @@ class BackgroundSave:
                 ended(result, failure)
 
         awaited = threading.Event()
-        started = threading.Lock()  # of this call: a process that the loop forks now needs no lock of the thread
+        started = threading.Lock()  # local to this call: a process forked now needs no lock of the thread
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
@@ -138,7 +138,7 @@ class BackgroundSave:
             raise error
 
 
-_unraised: set[BackgroundSave] = set()  # saves with an error; a program may drop its manager before it ends
+_unraised: set[BackgroundSave] = set()  # with an unraised error; outlive a manager that the program drops
 
 _running: set[BackgroundSave] = set()
 
@@ -151,7 +151,7 @@ def at_exit(speak: Callable[[], None]) -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait for saves after the main thread has ended: the interpreter would wait for a hanging save for ever."""
+    """Wait for saves after the main thread has ended, but not forever, as the interpreter would if one hangs."""
     hanging = []
     for save in list(_running):
         try:

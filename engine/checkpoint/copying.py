@@ -59,7 +59,7 @@ class Throttle:
         self._rate = rate
         self._changed = changed or threading.Condition()
         self._now = now
-        self._free = 0.0  # the time by which the bytes so far have passed at the rate
+        self._free = 0.0  # the time from which more bytes may pass at the normal rate
         self._late = 0.0  # the time from which more bytes may pass at the rate ``BESIDE``
         self.gives_way = False
         self.ended: Exception | None = None  # the error that ends the copy

@@ -93,7 +93,7 @@ class StoreCommit(PendingCheckpoint):
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise an error if a run has removed files of this save, which had no marker; mark leftover archives."""
+        """Raise an error if another run has removed files of this unmarked save; mark leftover archives."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()
@@ -106,8 +106,8 @@ class StoreCommit(PendingCheckpoint):
             if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
             return
-        # Another save may be alive here; the marker names what earlier saves have left. The leftovers that this save
-        # has found belong to earlier saves, which were committed before the winning save, or never will be.
+        # Another save may be running here; the marker lists what earlier saves have left. The leftovers that this save
+        # found belong to earlier saves, which were committed before the winning save, or never will be.
         is_lost = self._phase is Phase.LOST
         if is_lost and has_record(self.location):
             record = read_record(self.location)
