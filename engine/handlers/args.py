@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Return the object given for each leaf: one for all leaves, or a tree that may end early and leave out keys."""
+    """Broadcast per-leaf arguments to a list: one for all leaves, or a tree that may end early or omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)

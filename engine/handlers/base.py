@@ -55,7 +55,7 @@ class SizedItem(PreparedItem, Protocol):
     """An item whose size is known before it is written, and which can be written to any location, even in memory."""
 
     def estimate_bytes(self) -> int | None:
-        """Return roughly how many bytes all processes write; None if the item needs a folder on a file system."""
+        """Return roughly how many bytes all processes write; None if the item needs a real folder, not memory."""
 
 
 class CheckpointHandler(abc.ABC):
