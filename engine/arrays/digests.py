@@ -143,7 +143,7 @@ class FileCheck(NamedTuple):
         return all(np.array_equal(ours[rows], theirs) for ours, theirs in zip(self[1:], other[1:], strict=True))
 
     def spans(self, alignment: int, least: int) -> list[tuple[int, int]]:
-        """Divide the file into spans of at least ``least`` bytes, at chunks on a multiple of ``alignment``."""
+        """Split the file into spans of at least ``least`` bytes, at chunk offsets divisible by ``alignment``."""
         if self.record.crc32c is not None:
             return [(0, self.record.size)]  # the digest needs all bytes in order
         cuts = [0]
@@ -173,7 +173,7 @@ class FileCheck(NamedTuple):
                     raise DamagedCheckpointError(f"{location}: the index is wrong about the chunk at byte {offset}")
                 if position < data_end:
                     crc = extend(crc, part[max(offset, position) - position : min(data_end, end) - position])
-                for at in range(max(data_end, position), min(chunk_end, end)):  # four bytes, perhaps in two pieces
+                for at in range(max(data_end, position), min(chunk_end, end)):  # may be split between pieces
                     ending |= int(part[at - position]) << 8 * (at - data_end)
                 if chunk_end > end:
                     break

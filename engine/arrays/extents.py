@@ -1,4 +1,4 @@
-"""Read many chunks of data files: adjacent chunks together, in large pieces, with a few threads."""
+"""Read many chunks from data files: neighboring chunks together, in large reads, on a few threads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ChunkTable:
     file_ids: Integers  # index into ``files``
     offsets: Integers  # byte offset in the file
     lengths: Integers  # size in bytes
-    arrays: Integers  # the wanted array of each chunk, as the caller counts them
+    arrays: Integers  # index of each chunk's array, as numbered by the caller
     numbers: Integers  # the chunk's number in its array's grid
-    kept: NDArray[np.bool_]  # whether the caller keeps views of the bytes, whose memory then must not be reused
+    kept: NDArray[np.bool_]  # whether the caller keeps views of the buffer, which then must not be reused
     checksums: Integers  # the CRC-32C in the index; -1 if it has none
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Return the chunks inside their files that do not overlap, which bounds the bytes to read; report the others."""
+    """Return the chunks that lie within their files without overlaps, to bound the bytes read; report the others."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -216,9 +216,9 @@ class Range(NamedTuple):
     file: str
     offset: int
     length: int
-    array: int  # the wanted array of the range, as the caller counts them
+    array: int  # index of the range's array, as numbered by the caller
     chunk: int  # the chunk's number in the array's grid
-    keep: bool  # whether the caller keeps views of the bytes, whose memory then must not be reused
+    keep: bool  # whether the caller keeps views of the buffer, which then must not be reused
 
 
 def read_ranges(

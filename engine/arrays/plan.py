@@ -62,11 +62,11 @@ class Layout:
 
     Attributes:
         chunk_bytes: Largest chunk of an array, in bytes. A chunk is the unit of partial reads.
-        segment_bytes: Bytes that one writer thread takes at a time.
+        segment_bytes: Bytes that a writer thread writes at a time.
         data_file_bytes: Largest data file, in bytes. Only a file that holds a single chunk may be larger.
         upload_bytes: Largest data file in an object store, in bytes, and on the disk of a run whose mirror is in one.
             Each data file is one upload; eight of them are in memory, and under way, at a time.
-        compression: Level of zstd for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
+        compression: zstd level for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
             which is fastest: parameters and optimizer state hardly shrink.
     """
 

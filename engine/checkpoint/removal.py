@@ -216,8 +216,8 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
-    # StorageConflictError: a save is alive, or another process sweeps or deletes; StoragePermissionError: it may be.
-    # The caller may hold the ``lock`` of a save's marker. A save that begins sweeps first, and waits for a deletion.
+    # Raises StorageConflictError if a save is running or another process sweeps or deletes, StoragePermissionError if
+    # that is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -251,9 +251,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests decides, as `store_commit.py` explains: a save whose record this sweep has not seen
-        # finds that its marker is missing, and then this deletion, or that its files are missing. The marker names the
-        # record that is kept and the folders that are removed.
+        # The order of requests decides; see `store_commit.py`: a save whose record this sweep has not seen finds that
+        # its marker is missing, and then finds this deletion, or that its files are missing. The deletion marker names
+        # the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:

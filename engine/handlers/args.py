@@ -51,7 +51,7 @@ class SaveArgs:
         dtype: Cast the elements to this dtype before they are saved. Python numbers are cast, too; leaves without
             numbers (text, bytes, None, PRNG keys) stay as they are. Precision may be lost; a value that the dtype
             cannot hold (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
-        compression: Level of zstd, 1 to 22; 0 stores the bytes uncompressed; None leaves it to the handler.
+        compression: zstd level, 1 to 22; 0 stores the bytes uncompressed; None leaves it to the handler.
         chunk_bytes: Largest chunk of the array, in bytes; None leaves it to the handler.
     """
 

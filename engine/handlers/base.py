@@ -166,7 +166,7 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
             **kwargs: ``save_kwargs`` of the caller.
 
         Returns:
-            The item, which can be written into a folder.
+            The prepared item, which can be written into a folder.
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:

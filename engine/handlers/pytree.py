@@ -60,7 +60,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
     Args:
         layout: Sizes of chunks, segments and data files, and the compression of chunks.
-        compression: Level of zstd for the chunks, instead of the layout's.
+        compression: zstd level for the chunks, instead of the layout's.
         chunk_bytes: Largest chunk of an array in bytes, instead of the layout's.
         data_file_bytes: Largest data file in bytes, instead of the layout's.
         type_handler_registry: Handlers for leaves of the user's own types; None is the default registry, to which
@@ -130,13 +130,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 item, which may end early with one for all leaves below, and may leave out keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written: the snapshot need not hold what other processes write.
-            reuse: The data files of earlier steps: what has not changed is not written again.
+            reuse: The data files of earlier steps: unchanged arrays are not written again.
             fresh: The types of the state that the run began with (:func:`fresh_types`), for ``as_saved`` of
                 :meth:`restore`.
             **kwargs: Must be empty.
 
         Returns:
-            The tree, which can be written into a folder.
+            The prepared tree, which can be written into a folder.
 
         Raises:
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
@@ -226,7 +226,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 that are ``...`` or a bare ``object()`` become what was saved. The state dict of a torch optimizer that
                 has done no step takes the values that were saved. None returns the saved containers with numpy arrays.
             files: What the commit record says about the folder.
-            restore_args: What each leaf becomes, with precedence over the template: one
+            restore_args: What each leaf becomes; takes precedence over the template: one
                 :class:`~holdfast.RestoreArgs` for all leaves; or a tree of them like the template (without one, like
                 the saved tree), which may end early with one for all leaves below, and may leave out keys.
             select: Patterns of paths; only matching leaves are read.
@@ -234,18 +234,18 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 :func:`~holdfast.load_transformed`; they need a template.
             transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
                 tree; otherwise they come from the template.
-            torch_tensors: Whether, without a template, tensors of torch become tensors again if the program has
-                imported torch, as ``load_state_dict`` needs them. Managers ask for that.
+            torch_tensors: Whether, without a template, torch tensors are restored as tensors if the program has
+                imported torch, as ``load_state_dict`` needs them. Managers set this.
             as_saved: Whether the template is the fresh state of a run that resumes: if it has the types of the fresh
                 state that the run began with (``fresh`` of :meth:`prepare`), leaves come back with the types that they
                 had at the save, and lists and dictionaries that have grown come back whole; other types are an
                 error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
-                template, arrays of jax become arrays of jax again if the program has imported it; a list of keys of
-                the root restricts that to the leaves below them.
-            entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
-                without a template.
-            source: The tree of another library, instead of the one in the folder.
-            shared: The reads of all processes of the program, from a manager: what several of them need is read once.
+                template, jax arrays are restored as jax arrays if the program has imported jax; a list of root keys
+                restricts that to the leaves below them.
+            entries: Templates for some entries of a saved dictionary, which may be missing there; the other entries
+                are restored as without a template.
+            source: A tree saved by another library, to read instead of the one in the folder.
+            shared: Shared reads of all processes, from a manager: data that several processes need is read only once.
             cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
                 :func:`~holdfast.load`.
             subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
@@ -435,7 +435,7 @@ class ArrayCheckpointHandler(PyTreeCheckpointHandler):
             **kwargs: As for a tree.
 
         Returns:
-            The array, which can be written into a folder.
+            The prepared array, which can be written into a folder.
 
         Raises:
             UnsupportedLeafError: The item is not an array.
