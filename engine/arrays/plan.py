@@ -150,7 +150,7 @@ class ArrayEncoding(NamedTuple):
     spec: ArraySpec
     stored: Stored  # element type in the data files
     metadata: bytes  # content of ``zarr.json``
-    compression: int | None  # level of zstd for the chunks, or None
+    compression: int | None  # zstd level for the chunks, or None
     facts: dict[str, Any]  # the leaf's entries in ``tree.json`` that the array metadata lacks
     # The parts of the stored array and the processes that hold them; None if every process holds the whole array.
     parts: Sequence[Part] | None

@@ -135,7 +135,7 @@ class WrittenSteps:
         self._step = -1
         self._apart: Collection[int] = ()
         self._refused: set[str] = set()  # paths of files that cannot be shared
-        self._off = False  # True once the file system turned out not to support hard links
+        self._off = False  # True once the storage turned out not to support sharing files
 
     def part(self, name: str) -> WrittenSteps:
         """Return the tracker for a part of the item that has its own folder."""

@@ -37,7 +37,7 @@ from .plan import HostLeaf, batches
 
 _ALIGNMENT = 64
 _SHARED = 64 << 20  # bytes; smaller snapshots are copied by one thread
-_BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
+_BATCH = 4 << 20  # bytes of small tensors per batch, which one thread copies
 
 _Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
 _HELD = ValueLeaf({})  # placeholder for a leaf that is not copied
@@ -65,7 +65,7 @@ class Snapshot(list[HostLeaf]):
             self._known_leaves, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for accelerators; generate how many of the first leaves may be read, finally the number of leaves."""
+        """Wait for copies from accelerators; yield how many leading leaves are readable, until all are."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None

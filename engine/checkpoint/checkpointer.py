@@ -39,8 +39,8 @@ class Checkpointer:
     In a program of several processes all of them call ``save`` with the same path, and write one checkpoint together.
 
     Args:
-        handler: Writes and reads objects of one kind.
-        clock: Gives the time of the commit.
+        handler: Writes and reads one kind of object.
+        clock: Provides the time of the commit.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` saves from this process alone.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
@@ -168,9 +168,9 @@ class AsyncCheckpointer(Checkpointer):
     happens nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
 
     Args:
-        handler: Writes and reads objects of one kind.
-        timeout_secs: How long waiting for a save may take, in seconds, before it is an error.
-        clock: Gives the time of the commit.
+        handler: Writes and reads one kind of object.
+        timeout_secs: Maximum time to wait for a save, in seconds; longer is an error.
+        clock: Provides the time of the commit.
         coordinator: How processes find each other; None detects it.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
     """

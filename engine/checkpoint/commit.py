@@ -117,18 +117,18 @@ class PendingCheckpoint(ABC):
 
     Args:
         location: Its directory.
-        items: The names of its items.
-        overwrite: Whether it may replace a checkpoint.
+        items: Its item names.
+        overwrite: Whether it may replace an existing checkpoint.
         owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
             marker of another save then belongs to a superseded run, which will not commit.
-        parts: What the kind of checkpoint adds to the commit.
+        parts: The commit hooks of this kind of checkpoint.
         copies: The fingerprint of the original, if this checkpoint is a copy.
 
     Attributes:
         token: Distinguishes this save from all others.
-        paths: The paths of the folders and archives of its items, by item.
+        paths: The relative paths of its item folders and archives, by item.
         folders: Their locations.
-        continues: Whether this copy continues an interrupted copy of the same checkpoint, with the files that it has.
+        continues: Whether this copy continues an interrupted copy of the same checkpoint and reuses its files.
     """
 
     def __init__(
