@@ -256,7 +256,7 @@ def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[An
 def aggregate(
     names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
 ) -> tuple[list[Leaf], dict[str, bytes]]:
-    """Pack the leaves that have ``aggregate=True`` into one file; return all leaves for ``tree.json``, and the file."""
+    """Pack the ``aggregate=True`` leaves into one file; return all leaves (packed ones as entries), and the file."""
     kept = list(leaves)
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []
