@@ -1,4 +1,4 @@
-"""One pytree in its folder: plan, write, read, load."""
+"""Plan, write, read and load a pytree in its folder."""
 
 import lazy_loader
 

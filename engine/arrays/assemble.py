@@ -1,4 +1,4 @@
-"""Assembles arrays, and boxes of arrays, from chunks as they arrive, and verifies every chunk."""
+"""Assembles arrays and array boxes from chunks as they arrive, and verifies every chunk."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from .grid import ArraySpec
 # Bytes; smaller arrays are copied out of the read buffer, so that they do not keep all of it alive.
 COPY = 256 << 10
 
-_SMALL = 8 << 10  # bytes of the largest array that shares its memory with others
-_INCOMPRESSIBLE = 1 << 10  # the most bytes that zstd adds to a chunk, besides 1 in 128
-_BLOCK = 64 << 10  # bytes that small arrays share, and that one of them may thus keep in memory
-_LARGE_BLOCK = 2 << 20  # the same for many small arrays: one huge page costs less than thirty small ones
-_MOST_AXES = 32  # of any array of numpy 1
-_WASTE = 256  # the most bytes between two small arrays that are copied with them
+_SMALL = 8 << 10  # bytes; larger arrays do not share a memory block with others
+_INCOMPRESSIBLE = 1 << 10  # most bytes that zstd adds to an incompressible chunk, besides 1/128 of its size
+_BLOCK = 64 << 10  # size of a memory block of small arrays; any one of them keeps it alive
+_LARGE_BLOCK = 2 << 20  # the same if there are many: one huge page is cheaper than 32 blocks
+_MOST_AXES = 32  # axis limit of numpy 1
+_WASTE = 256  # largest gap in bytes that may be copied along between two small arrays
 
 
 class ChunkDecoder:
-    """Reads the chunks of arrays with the same metadata."""
+    """Decodes and checks the chunks of arrays that have the same metadata."""
 
     def __init__(self, metadata: ArrayMetadata) -> None:
         self.dtype: np.dtype[Any] = metadata.dtype
         self.spec = ArraySpec(metadata.shape, metadata.chunk_shape, self.dtype.itemsize)
         self.compressed = metadata.compression is not None
-        # Bytes of a chunk in its file, with its checksum: an upper bound if chunks are compressed.
+        # Stored size of a chunk, including its checksum; an upper bound if chunks are compressed.
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # one chunk, of a size known in advance
+        self.lone = self.spec.chunks == 1 and not self.compressed  # a single chunk of known stored size
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # Zero-copy: the read buffer of the single chunk becomes the array.
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
         self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # handled together with other small arrays
-        self.key = b"/c" + b"/0" * len(metadata.shape)  # follows the array's name in the key of its only chunk
+        self.key = b"/c" + b"/0" * len(metadata.shape)  # suffix of the only chunk's key, after the array's name
 
     def length_problem(self, length: int) -> str:
-        """Return why a stored chunk cannot have this length in bytes; "" if it can."""
+        """Return what is wrong with the length of a stored chunk; "" if it is valid."""
         if length == self.stored_bytes or (self.compressed and CHECKSUM_BYTES < length < self.stored_bytes):
             return ""
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Return the values of a stored chunk, and its problem or ""; ``indexed`` is its checksum, or -1."""
+        """Return a stored chunk's values, and its problem or ""; ``indexed`` is its checksum in the index, or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -67,7 +67,7 @@ class ChunkDecoder:
             return values, f"cannot be decompressed: {error}"
 
     def checksum_problem(self, values: Bytes, checksum: Bytes, indexed: int) -> str:
-        """Return how the bytes of a chunk differ from the checksum after them, or the index; "" if they do not."""
+        """Check a chunk's bytes against the checksum stored after them and in the index; return the mismatch, or ""."""
         computed, expected = crc32c(values), checksum_after(checksum.tobytes())
         if computed != expected:
             return f"has crc32c {computed:08x}, expected {expected:08x}"
@@ -84,16 +84,16 @@ class ChunkDecoder:
 
 
 class OutputBox(NamedTuple):
-    """A wanted box of an array, and its position in the result."""
+    """A requested box of an array, and the index of its result."""
 
     output: int
     box: Box
 
 
 class Assembly:
-    """Collects the wanted arrays as threads read their chunks; without ``keep``, it only verifies the chunks."""
+    """Assembles the requested arrays while threads read their chunks; without ``keep``, it only verifies chunks."""
 
-    # An array takes memory once its first chunk is verified: metadata alone never costs memory.
+    # Memory is allocated only when an array's first chunk is verified, so forged metadata alone cannot exhaust it.
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Assembly:
         *,
         keep: bool,
     ) -> None:
-        # Equal metadata is mostly one object; comparing identities is faster than comparing contents.
+        # Equal metadata is usually the same object, and comparing identities is faster than comparing contents.
         objects = {id(array): array for array in metadata}
         numbers = {content: number for number, content in enumerate(dict.fromkeys(objects.values()))}
         number_of = {identity: numbers[content] for identity, content in objects.items()}
@@ -112,7 +112,7 @@ class Assembly:
         self.decoders = [self._distinct[number] for number in decoder_ids]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        # The position in the result of each array, or of its first box.
+        # For each array, the index of its result, or of its first box's result.
         self._outputs = list(range(len(metadata))) if boxes is None else []
         count = len(self._outputs)
         for array, wanted in enumerate(boxes or ()):
@@ -122,24 +122,24 @@ class Assembly:
             else:
                 self._boxes[array] = [OutputBox(count + position, box) for position, box in enumerate(wanted)]
                 count += len(wanted)
-        self.are_whole = np.ones(len(metadata), bool)  # True for each array that is wanted as a whole
+        self.are_whole = np.ones(len(metadata), bool)  # True for each array that is requested whole
         self.are_whole[list(self._boxes)] = False
         self._small = self.column(lambda decoder: decoder.small, bool) & self.are_whole
         self._arrays: list[NDArray[Any] | None] = [None] * count
         self._damaged: set[int] = set()
         self._lock = Lock()
-        self._scratch = ThreadBuffer()  # chunks are decompressed into it, and copied out of it
+        self._scratch = ThreadBuffer()  # decompression buffer; chunks are copied out of it
 
     @property
     def wants_everything(self) -> bool:
-        """True if all elements of all arrays are wanted."""
+        """True if all elements of all arrays are requested."""
         return all(
             any(wanted.box == whole(self.decoders[array].spec.shape) for wanted in boxes)
             for array, boxes in self._boxes.items()
         )
 
     def column(self, value: Callable[[ChunkDecoder], Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return an attribute of each array's decoder, which ``value`` computes."""
+        """Return ``value`` of each array's decoder, as an array with one entry per array."""
         return np.array(list(map(value, self._distinct)), dtype)[self._decoder_ids]
 
     def _output_boxes(self, array: int) -> list[OutputBox]:
@@ -153,11 +153,11 @@ class Assembly:
         return sorted({chunk for wanted in self._boxes[array] for chunk in decoder.chunks_in(wanted.box)})
 
     def keeps(self, array: int, chunk: int) -> bool:
-        """Return True if the memory that a chunk is read into becomes arrays of the result."""
+        """Return True if result arrays will be views of the buffer that a chunk is read into (zero-copy)."""
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes that become views of a chunk's memory: runs of it, which together need nearly all of it."""
+        """Return the boxes to make views of a chunk's buffer: contiguous runs that together use nearly all of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -168,14 +168,14 @@ class Assembly:
         used = reached = 0
         for wanted in sorted(boxes, key=lambda wanted: wanted.box.start):
             start = _run_start(wanted.box, chunk_box)
-            if start is not None and start >= reached:  # another box of the same elements gets its own memory
+            if start is not None and start >= reached:  # a box that overlaps an earlier one is copied instead
                 adopters.append(wanted)
                 used += wanted.box.size
                 reached = start + wanted.box.size
         return adopters if (chunk_box.size - used) * FOREIGN <= chunk_box.size else ()
 
     def give_up(self, array: int) -> None:
-        """Mark an array as damaged: its chunks are still verified, but it takes no memory."""
+        """Mark an array as damaged: its chunks are still verified, but no memory is allocated for it."""
         self._damaged.add(array)
 
     def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False, indexed: int = -1) -> str:
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return an array's memory for the values of a stored chunk; None if it is not one run, or not there yet."""
+        """Return the array memory to read a chunk into directly; None if it is not contiguous or not yet allocated."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -220,7 +220,7 @@ class Assembly:
     def accept_many(
         self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool
     ) -> Iterator[tuple[int, str]]:
-        """Accept chunks that were read in one piece; generate the row and the problem of each damaged one."""
+        """Accept chunks that were read together; yield the row and the problem of each damaged chunk."""
         others: Sequence[int] = rows
         mask = self._small[chunks.arrays[rows.start : rows.stop]]
         if len(rows) > 1 and mask.any():
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays, box by box, if none is damaged; arrays without elements have no chunks."""
+        """Return the arrays or boxes, if none is damaged; empty arrays, which have no chunks, are made here."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return where a box begins in the memory of an outer one, in elements; None if it is not one run of it."""
+    """Return a box's offset, in elements, in the memory of an outer box; None if it is not contiguous there."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape
@@ -282,8 +282,8 @@ def _small_arrays(
     *,
     keep: bool,
 ) -> tuple[Integers, list[NDArray[Any]]]:
-    """Verify chunks that are whole small arrays; return the positions of the good ones, and their arrays."""
-    # The work for each of ten thousand arrays must cost next to nothing, so numpy handles all of them at once.
+    """Verify chunks that each hold a small array; return the indexes of the valid ones, and their arrays."""
+    # Vectorized: with ten thousand small arrays, work in Python for each would take too long.
     sizes = np.array([decoder.spec.chunk_nbytes for decoder in decoders], np.int64)[decoder_ids]
     stops = starts + sizes
     expected = _elements_at(data, stops, np.dtype("<u4"))
@@ -303,7 +303,7 @@ def _small_arrays(
     apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
     bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(good)]
     spans = [(int(first[low]), int(last[high - 1])) for low, high in pairwise(bounds)]
-    # Equal arrays at equal distances in a block are the rows of one array with one more axis.
+    # Arrays with equal metadata at equal distances in a block are made at once, as rows of one strided array.
     blocks = np.concatenate([[0], np.cumsum(apart)])
     good = good[np.argsort(blocks * len(decoders) + decoder_ids[good], kind="stable")]
     first, decoder_ids = starts[good], decoder_ids[good]
@@ -327,7 +327,7 @@ def _small_arrays(
 
 
 def _elements_at(data: Bytes, offsets: Integers, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the elements that begin at these offsets, as a copy."""
+    """Return a copy of the elements that begin at the given byte offsets."""
     return np.ndarray(data.size - dtype.itemsize + 1, dtype, data, strides=(1,))[offsets]
 
 

@@ -1,9 +1,9 @@
-"""Which process writes which chunks of a tree that several processes save together, and which process reads them.
+"""Assigns the chunks of a tree to processes, for saves and restores in which several processes take part.
 
 Every chunk is inside one part of its array, so each process that holds the part can write the chunk. A chunk with a
 single holder is written by that process. All other chunks are distributed among their holders so that every process
 writes about the same: groups of few holders first, as they have the least choice, and large chunks before small ones.
-Every process computes the same assignment and need not ask the others. Equal arrays are distributed together, so the
+Every process computes the same assignment without communication. Equal arrays are distributed together, so the
 work depends on the number of classes of arrays, not on the number of chunks.
 
 In a restore, the processes that want a chunk act as its holders.
@@ -27,18 +27,18 @@ from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .grid import ArraySpec
 from .plan import Catalog, ChunkIds
 
-_ROUNDS = 8  # in which overlapping groups balance their loads
+_ROUNDS = 8  # iterations for balancing the loads of overlapping groups
 
 
 class ReplicaGroups(NamedTuple):
-    """Which processes hold the chunks of an array."""
+    """The processes that hold each chunk of an array."""
 
     groups: Sequence[tuple[int, ...]]  # distinct groups of processes, each in ascending order
-    of_chunk: NDArray[np.int32]  # the position in `groups` of the group of each chunk, in C order
+    of_chunk: NDArray[np.int32]  # each chunk's index into `groups`, in C order
 
 
 def _positions_by_id(ids: NDArray[Any], count: int) -> list[Integers]:
-    """Return the positions of each of ``count`` ids, ascending."""
+    """Return the ascending positions at which each id below ``count`` occurs."""
     ends = np.cumsum(np.bincount(ids, minlength=count))
     return np.split(np.argsort(ids, kind="stable"), ends[:-1])
 
@@ -68,8 +68,8 @@ def replica_groups(
 class ArrayClass(NamedTuple):
     """Arrays with the same chunks and the same holders."""
 
-    arrays: Integers  # numbers of the arrays, ascending
-    nbytes: int  # bytes of one chunk in a data file
+    arrays: Integers  # array numbers, ascending
+    nbytes: int  # size of a chunk in a data file, in bytes
     replicas: ReplicaGroups  # processes that hold each chunk
 
 
@@ -77,13 +77,13 @@ def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
     """Assign every chunk of a tree to one of the processes that hold it."""
     classes = []
     groups = _positions_by_id(catalog.encoding_ids, len(catalog.distinct)) if catalog.names else []
-    # The order of the keys does not depend on the order of the tree.
+    # Sort by array number, which does not depend on the order of the tree.
     for numbers in sorted(groups, key=itemgetter(0)):
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
         replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
         if parts is None and not spec.shape:
-            # Numbers such as the time may differ between processes: process 0 writes all of them.
+            # Scalars, such as the time, may differ between processes: process 0 writes all of them.
             replicas = ReplicaGroups(((0,),), np.zeros(1, np.int32))
         elif parts is not None and spec.chunks:
             try:
@@ -99,11 +99,11 @@ def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
 
 @dataclass(slots=True, eq=False)
 class _ChunkBatch:
-    """Chunks that one group holds of the arrays of a class, array by array."""
+    """The chunks of an array class that one group of processes holds, array by array."""
 
     array_class: ArrayClass
-    numbers: Integers  # numbers of these chunks in each array
-    ends: Integers | None = None  # number of chunks of the first holder, of the first two, and so on, once assigned
+    numbers: Integers  # the chunk numbers, the same in each array
+    ends: Integers | None = None  # cumulative number of chunks per holder, once assigned
 
     @property
     def count(self) -> int:
@@ -115,7 +115,7 @@ class _ChunkBatch:
 
 
 class ChunkAssignment:
-    """An assignment of every chunk of some arrays to one of the processes of its group."""
+    """Assigns each chunk to one of the processes in its group."""
 
     def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
         self._classes = classes
@@ -170,9 +170,9 @@ class ChunkAssignment:
             self._loads[members[group]] = loads
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
-        """Return the bytes each holder would get of each group's chunks if chunks could be cut anywhere."""
-        # Groups can overlap, as the rows and the columns of a mesh do. Each group in turn fills up its holders with the
-        # least load, for several rounds, which approaches the most even division.
+        """Return each holder's ideal share in bytes of each group's chunks, as if chunks could be cut anywhere."""
+        # Groups can overlap, like rows and columns of a mesh. In several rounds, each group in turn fills up its least
+        # loaded holders, which converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):
@@ -190,9 +190,9 @@ class ChunkAssignment:
 
 
 def _level(loads: Integers, nbytes: int) -> int:
-    """Return the height to which ``nbytes`` fill up the smallest loads."""
+    """Return the level to which ``nbytes`` fill up the smallest loads (water-filling)."""
     ordered = np.sort(loads)
-    # Filling the first k loads to the height of the next takes k times that height, minus the sum of these loads.
+    # Filling the first k loads to the level of the next takes k times that level, minus the sum of these loads.
     below = np.cumsum(ordered)
     needed = ordered[1:] * np.arange(1, len(ordered)) - below[:-1]
     count = int(np.searchsorted(needed, nbytes, "left")) + 1
@@ -200,7 +200,7 @@ def _level(loads: Integers, nbytes: int) -> int:
 
 
 def _even_counts(loads: Integers, count: int, nbytes: int) -> Integers:
-    """Return the number of equal chunks for each holder, so that the loads become as even as possible."""
+    """Return how many equally large chunks each holder gets, so that the loads become as even as possible."""
     counts = np.maximum(_level(loads, count * nbytes) - loads, 0) // nbytes
     left = count - int(counts.sum())
     while left > 0:

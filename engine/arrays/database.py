@@ -1,6 +1,6 @@
-"""A folder of named arrays: an OCDBT database that holds zarr v3 arrays, as holdfast writes it.
+"""A folder of named arrays: an OCDBT database of zarr v3 arrays, as written by holdfast.
 
-An array of one chunk is returned in the memory that was read, without a copy. The checksum of every chunk is verified.
+A single-chunk array is returned without a copy, in its read buffer. The checksum of every chunk is verified.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .digests import INDEX, MANIFEST, Bytes, FileCheck, Integers, is_missing, re
 from .extents import ChunkReader, ChunkTable, Destinations, Extent, plan_reads, plausible
 from .source import Problem
 
-_WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
-_MANY = 8  # once an eighth of the index was read in parts, all of it is read
-_READS = 16  # nodes that are read at a time from an object store
-_INDEX_LIMIT = 8 << 30  # bytes of an index; ten million chunks take some 200 MB
+_WHOLE = 2 * NODE_LIMIT  # bytes; an index up to this size is always read as a whole
+_MANY = 8  # after 1/8 of the index has been read in parts, the whole index is read
+_READS = 16  # nodes read concurrently from an object store
+_INDEX_LIMIT = 8 << 30  # largest index in bytes; ten million chunks take about 200 MB
 
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Prefix errors about content with a location and a text; without a text, only errors that lack the location."""
+    """Prefix content errors with the location and a text; without a text, only errors that do not name the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -57,7 +57,7 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """Named arrays in a folder, opened for reading; ``limit`` is the most bytes of a document, not of the index."""
+    """Named arrays in a folder, opened for reading; ``limit`` is the maximum size of a document, not of the index."""
 
     def __init__(
         self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
@@ -65,17 +65,17 @@ class ArrayDatabase:
         self._location = location
         self._files = files
         self._limit = limit
-        self.bytes_read = 0  # bytes read so far from all files, gaps between chunks included
-        self.unreadable = False  # True once the disk has failed to read some of the data
+        self.bytes_read = 0  # total bytes read from all files, including gaps between chunks
+        self.unreadable = False  # True once a read has failed with a disk error
         self._lock = Lock()
-        self._complete = False  # True once all of the index is decoded
-        self._parts_read = 0  # bytes of the index that were read in parts
+        self._complete = False  # True once the whole index is decoded
+        self._parts_read = 0  # index bytes read in parts so far
         manifest = self.read_file(MANIFEST)
         with naming(location):
             self._index = Database(manifest)
 
     def read_file(self, path: str, limit: int | None = None) -> bytes:
-        """Read a file of the folder and compare it with the commit record."""
+        """Read a file in the folder and verify it against the commit record."""
         content = read_checked(self._location / path, self._record(path), limit=self._limit if limit is None else limit)
         self.bytes_read += len(content)
         return content
@@ -84,7 +84,7 @@ class ArrayDatabase:
         return None if self._files is None else self._files.get(path)
 
     def file_checks(self) -> dict[str, FileCheck]:
-        """Return the known sizes and checksums of the files in the commit record, by their paths."""
+        """Return the known sizes and checksums of the files in the commit record, by path."""
         entries, files = self._all_entries(), self._files or {}
         outside = np.flatnonzero(entries.lengths)
         order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]
@@ -98,7 +98,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of arrays, None for names without an array; equal arrays mostly share one object."""
+        """Return the metadata of arrays, None for unknown names; equal metadata is usually one shared object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -111,7 +111,7 @@ class ArrayDatabase:
         return list(map(decoded.__getitem__, texts))
 
     def _entries(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
-        """Return entries with the keys in some ranges: from the nodes that may hold them, or all of a small index."""
+        """Return the index entries in the given key ranges; reads only the needed nodes, or all of a small index."""
         record = self._record(INDEX)
         if self._complete or not count:
             return self._index.entries
@@ -134,7 +134,7 @@ class ArrayDatabase:
                     self._parts_read += length
                     return file.read(node.offset, length).tobytes()
 
-            if not self._index.entries:  # earlier versions wrote the checksums of all values at the end
+            if not self._index.entries:  # earlier versions wrote all value checksums at the end of the index
                 end = len(CHECKSUMS_MAGIC)
                 is_early = read(NodePlace(INDEX, size - end, end)) == CHECKSUMS_MAGIC
             if not is_early:
@@ -144,7 +144,7 @@ class ArrayDatabase:
         return self._all_entries()
 
     def _all_entries(self) -> Entries:
-        """Return all entries, of an index that is read as a whole and compared with the commit record."""
+        """Return all index entries; the index is read as a whole and verified against the commit record."""
         with self._lock, naming(self._location):
             if self._complete:
                 return self._index.entries
@@ -161,7 +161,7 @@ class ArrayDatabase:
             return self._index.entries
 
     def _read_node(self, node: NodePlace) -> bytes:
-        """Read a node of a file without a digest in the commit record, or of a folder without a record."""
+        """Read a node from a file without a digest in the commit record, or in a folder without a commit record."""
         path, offset, length = node
         with self._open(path) as file, required(self._location / path):
             length = min(length, max(0, file.size - offset))
@@ -182,7 +182,7 @@ class ArrayDatabase:
     def read(
         self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = NULL.advance
     ) -> list[Problem]:
-        """Read the chunks that an assembly of these arrays needs; return their problems."""
+        """Read the chunks that an assembly needs; return the problems found."""
         problems: list[Problem] = []
         lock = threading.Lock()
 
@@ -234,17 +234,17 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return the size of a data file, or an upper bound: object stores report it only when a file is read."""
+        """Return a data file's size, or an upper bound, as object stores report sizes only when a file is read."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]) -> ChunkTable:
-        """Find the chunks that arrays need, sorted by file and offset; report missing ones."""
+        """Look up the chunks that arrays need, sorted by file and offset; report missing ones."""
         entries = self._entries(len(names), lambda: list(map(_keys_of, names)))
         lone, others = _lone_chunks(entries, names, assembly)
         rows: list[tuple[int, int, int, int]] = []
-        # The expected chunks are counted first: a hostile shape could make listing them take forever.
+        # Count the expected chunks before listing them: with a forged shape, listing could take forever.
         left = self._index.key_count - len(lone)
         for array in others:
             decoder = assembly.decoders[array]
@@ -271,18 +271,18 @@ class ArrayDatabase:
 
 
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
-    """Return True if ``nbytes`` of a file are read through the page cache; None if its other readers decide."""
+    """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on its other readers."""
     if assembly.keep and nbytes < PAGE:
-        return True  # direct I/O would read all of the page each time; a verification reads from the disk nevertheless
-    # Other processes of this machine read whole arrays, too, and the disk reads them once. Processes that are not
-    # connected find each other while they read.
+        return True  # direct I/O would read a whole page each time; verification must bypass the cache nevertheless
+    # Other processes on this machine also read whole arrays; through the cache, the disk is read only once. Processes
+    # that are not connected detect each other while reading.
     return (shares_machine() or None) if assembly.wants_everything else False
 
 
 def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[Integers, list[int]]:
-    """Find the only chunks of arrays that are in data files and have the right size: thousands in a few steps."""
+    """Look up single-chunk arrays whose chunk is in a data file and has the right size; vectorized for thousands."""
     lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
-    if "" in names:  # the keys of the root have no name before them
+    if "" in names:  # the root array's keys have no name prefix
         lone[names.index("")] = False
     arrays = np.flatnonzero(lone)
     table: Integers = np.zeros((len(arrays), 4), np.int64)
@@ -292,7 +292,7 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
     table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
     sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]
     good = table[:, 0] >= 0
-    good[good] = entries.lengths[table[good, 0]] == sizes[good]  # an inline value has length 0 there
+    good[good] = entries.lengths[table[good, 0]] == sizes[good]  # inline values have length 0
     lone[:] = False
     lone[arrays[good]] = True
     return table[good], np.flatnonzero(~lone).tolist()

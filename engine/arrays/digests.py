@@ -1,4 +1,4 @@
-"""The names of a tree's files, the layout of chunks in them, digests, and the verification of files that are copied."""
+"""Names of a tree's files, chunk alignment and checksums, file digests, and the verification of copied files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ INDEX = "d/index"
 TREE = "tree.json"
 TREE_KIND = "tree"
 
-# Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory.
+# Alignment of chunks in data files, in bytes: a cache line, and what XLA requires for zero-copy host memory.
 CHUNK_ALIGNMENT = 64
-CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
+CHECKSUM_BYTES = 4  # size of the crc32c at the end of every chunk
 
 _STEP = 16 << 20  # bytes read at a time
 
 
 def checksum_after(data: bytes) -> int:
-    """Return the checksum that ends the bytes of a chunk."""
+    """Return the checksum at the end of a stored chunk."""
     return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
 
 
 def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord]:
-    """Sync all files below a folder that a handler wrote; return them with their digests."""
+    """Sync all files that a handler wrote into a folder; return their records with digests."""
     records: dict[str, FileRecord] = {}
     for entry in folder.entries():
         location = folder / entry.name
@@ -68,7 +68,7 @@ def is_missing(file: Location) -> str:
 
 @contextlib.contextmanager
 def required(file: Location) -> Iterator[None]:
-    """Report a missing file as damage; a disk reports it on opening, an object store on reading."""
+    """Report a missing file as damage; file systems detect it on opening, object stores only on reading."""
     try:
         with unreadable_as_damage(file):
             yield
@@ -77,7 +77,7 @@ def required(file: Location) -> Iterator[None]:
 
 
 def read_checked(location: Location, record: FileRecord | None, *, limit: int) -> bytes:
-    """Read a small file, which may be inside another file, and compare it with its record."""
+    """Read a small file, which may be packed in another file, and verify it against its record."""
     with required(location):
         if record is None:
             return location.read_bytes(limit=limit)
@@ -99,7 +99,7 @@ def read_checked(location: Location, record: FileRecord | None, *, limit: int) -
 def open_folder(
     location: Location, files: Mapping[str, FileRecord] | None
 ) -> tuple[Location, Mapping[str, FileRecord] | None]:
-    """Return a folder and the records of its files; if it is a zip file, read all of it into memory."""
+    """Open a folder and return it with its file records; a zip file is read into memory as a whole."""
     record = None if files is None else files.get("")
     if record is None:
         return location, files
@@ -108,7 +108,7 @@ def open_folder(
 
 
 def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
-    """Read all files of an item and compare them with the commit record."""
+    """Read all files of an item and verify them against the commit record."""
     problems = []
     for path, record in files.items():
         try:
@@ -126,15 +126,15 @@ _NO_CHUNKS: Integers = np.zeros(0, np.int64)
 
 
 class FileCheck(NamedTuple):
-    """The known checksums of a file: the digest of the whole, or its chunks, which end in their CRC-32C."""
+    """The known checksums of a file: a digest of the whole file, or of its chunks, which end with their CRC-32C."""
 
     record: FileRecord
     offsets: Integers = _NO_CHUNKS  # offsets of the chunks in bytes, ascending
     lengths: Integers = _NO_CHUNKS  # sizes of the chunks in bytes
-    checksums: Integers = _NO_CHUNKS  # checksums in the index; -1 if it has none
+    checksums: Integers = _NO_CHUNKS  # chunk checksums in the index; -1 if it has none
 
     def covers(self, other: FileCheck) -> bool:
-        """Return True if this file has all chunks of `other`, a file with its name; names are unique to a save."""
+        """Return True if this file contains all chunks of `other`, a file of the same name (unique to a save)."""
         if self.record != other.record or not len(self.offsets) or not len(other.offsets):
             return False
         rows = np.searchsorted(self.offsets, other.offsets)
@@ -143,7 +143,7 @@ class FileCheck(NamedTuple):
         return all(np.array_equal(ours[rows], theirs) for ours, theirs in zip(self[1:], other[1:], strict=True))
 
     def spans(self, alignment: int, least: int) -> list[tuple[int, int]]:
-        """Divide the file into spans of at least ``least`` bytes, at chunks on a multiple of ``alignment``."""
+        """Split the file into spans of at least ``least`` bytes, at chunk offsets divisible by ``alignment``."""
         if self.record.crc32c is not None:
             return [(0, self.record.size)]  # the digest needs all bytes in order
         cuts = [0]
@@ -153,7 +153,7 @@ class FileCheck(NamedTuple):
         return list(pairwise([*cuts, self.record.size]))
 
     def read_span(self, location: Location, file: DataReader, start: int, stop: int, step: int) -> Iterator[Bytes]:
-        """Read a span in pieces of ``step`` bytes, whose memory is reused, until it ends or turns out to be damaged."""
+        """Read and verify a span; yields pieces of ``step`` bytes in a reused buffer, and raises an error on damage."""
         first, last = np.searchsorted(self.offsets, [start, stop]).tolist()
         chunks = zip(*(column[first:last].tolist() for column in self[1:]), strict=True)
         reached, chunk = start, next(chunks, None)
@@ -163,7 +163,7 @@ class FileCheck(NamedTuple):
             end = min(position + step, stop)
             with required(location):
                 part = file.read(position, end - position, buffer)
-            part.flags.writeable = False  # spares the checksums a view of each chunk
+            part.flags.writeable = False  # lets the checksums use each chunk without making a view
             if self.record.crc32c is not None:
                 whole = extend(whole, part)
             while chunk is not None and chunk[0] < end:
@@ -173,7 +173,7 @@ class FileCheck(NamedTuple):
                     raise DamagedCheckpointError(f"{location}: the index is wrong about the chunk at byte {offset}")
                 if position < data_end:
                     crc = extend(crc, part[max(offset, position) - position : min(data_end, end) - position])
-                for at in range(max(data_end, position), min(chunk_end, end)):  # four bytes, perhaps in two pieces
+                for at in range(max(data_end, position), min(chunk_end, end)):  # may be split between pieces
                     ending |= int(part[at - position]) << 8 * (at - data_end)
                 if chunk_end > end:
                     break
@@ -188,7 +188,7 @@ class FileCheck(NamedTuple):
             raise DamagedCheckpointError(f"{location}: expected crc32c {self.record.crc32c:08x}, found {whole:08x}")
 
     def check(self, location: Location) -> None:
-        """Read a file; raise DamagedCheckpointError if it differs from its size or a checksum."""
+        """Read a file; raise DamagedCheckpointError if its size or a checksum does not match."""
         with required(location), location.open_data() as file:
             if file.size != self.record.size:
                 raise DamagedCheckpointError(f"{location}: expected {self.record.size} bytes, found {file.size}")
@@ -196,7 +196,7 @@ class FileCheck(NamedTuple):
                 pass
 
     def is_met(self, location: Location) -> bool:
-        """Read a file; return True if it has the known size and checksums."""
+        """Read a file; return True if its size and checksums match."""
         try:
             self.check(location)
         except DamagedCheckpointError:

@@ -1,6 +1,6 @@
-"""From arrays in host memory to the bytes of data files.
+"""Encode arrays in host memory as the bytes of data files.
 
-Chunks and their checksums come in pieces small enough to stay in the processor's cache. The offsets of compressed
+Chunks and checksums are produced in pieces that are small enough to stay in the CPU cache. The offsets of compressed
 chunks are known only after compression.
 """
 
@@ -24,30 +24,30 @@ from .digests import CHECKSUM_BYTES, Bytes, Integers, checksum_after
 from .grid import ArraySpec
 from .plan import Layout, PlannedSegment, batches
 
-_STEP = 1 << 20  # bytes of small chunks that are joined
-_PIECE = 256 << 10  # a piece this large is still in the second-level cache after it was copied
-_SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
-_FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
-_FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
-_GROUP_BYTES = 16 << 20  # the most bytes of chunks that a thread compresses at a time
-_GROUP_CHUNKS = 4096  # the most chunks that it compresses at a time
+_STEP = 1 << 20  # bytes of small chunks that are joined into one piece
+_PIECE = 256 << 10  # bytes; a piece this large is still in the L2 cache after it was copied
+_SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
+_FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
+_FILES = 2  # number of such files compressed or written concurrently, and thus held in memory
+_GROUP_BYTES = 16 << 20  # most bytes that a thread compresses per call
+_GROUP_CHUNKS = 4096  # most chunks that a thread compresses per call
 _THREADS = 16
 
-# The digests of chunks, by array number and chunk number. Writing fills in the requested digests, which are None.
+# Chunk digests by array number and chunk number. A value of None requests a digest, which the writer fills in.
 Digests = dict[tuple[int, int], bytes | None]
 
 
 class Source(NamedTuple):
     spec: ArraySpec
-    dtype: np.dtype[np.generic]  # element type as it is stored, little endian
-    # Host arrays that cover once what this process writes; arrays of another dtype are cast chunk by chunk.
+    dtype: np.dtype[np.generic]  # stored dtype, little endian
+    # Host arrays that together cover exactly what this process writes; other dtypes are cast chunk by chunk.
     pieces: Sequence[Piece]
     name: str = ""  # the leaf's name, for errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """The sources of arrays by their numbers, as columns: a tree has many small arrays."""
+    """The sources of all arrays by number, stored as columns to save memory and time with many small arrays."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]
@@ -61,8 +61,8 @@ class Sources:
 def segment_parts(
     segment: PlannedSegment, sources: Sources, checksums: NDArray[np.uint32], digests: Digests
 ) -> Iterator[Bytes]:
-    """Generate the bytes of a segment: chunks, checksums and gaps; store checksums and the requested digests."""
-    # A chunk is followed by its checksum and the zeros before the next one.
+    """Yield the bytes of a segment (chunks, checksums and padding); fill in checksums and the requested digests."""
+    # A chunk is followed by its checksum, and zero padding up to the next chunk.
     ends = np.append(segment.offsets[1:], segment.offset + segment.size)
     sizes = segment.lengths - CHECKSUM_BYTES
     tails = (ends - segment.offsets - sizes).tolist()
@@ -70,7 +70,7 @@ def segment_parts(
     first = 0
     for position in large:
         while first < position:
-            # Small chunks are joined, so that the caller handles many of them in one step.
+            # Small chunks are joined so that the caller handles many at once.
             stop = int(np.searchsorted(segment.offsets, segment.offsets[first] + _STEP))
             some = slice(first, min(stop, position))
             contents = _small_chunks(segment.arrays[some], segment.numbers[some], sources)
@@ -88,7 +88,7 @@ def segment_parts(
 
 
 def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list[bytes]:
-    """Return the bytes of chunks, mostly of arrays of one chunk: the work for each must be next to nothing."""
+    """Return the bytes of small chunks, with a fast path for single-chunk arrays, of which there may be thousands."""
     contents = []
     specs, dtypes, pieces = sources.specs, sources.dtypes, sources.pieces
     for array, number in zip(arrays.tolist(), numbers.tolist(), strict=True):
@@ -103,15 +103,15 @@ def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list
 
 
 def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests) -> Generator[Bytes, None, int]:
-    """Generate the bytes of a chunk, and return its checksum; store its digest if that is requested."""
+    """Yield the bytes of a chunk, and return its checksum; store its digest if requested."""
     data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
-    data.flags.writeable = False  # spares the checksum a view of each piece
+    data.flags.writeable = False  # lets the checksum use each piece without making a view
     digest = ContentDigest() if chunk in digests else None
     checksum = 0
     for start in range(0, len(data), _PIECE):
         part = data[start : start + _PIECE]
         yield part
-        # The caller has copied the piece by now, which has brought it into the cache.
+        # By now, the caller has copied the piece, so it is in the cache.
         checksum = extend(checksum, part)
         if digest is not None:
             digest.update(part)
@@ -129,19 +129,19 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return a chunk's bytes; a chunk at the end of an axis may be shorter than its full size."""
+    """Return a chunk's bytes; for a chunk at the end of an axis, they may be shorter than a full chunk."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 
 
 def chunk_view(source: Source, number: int) -> Bytes | None:
-    """Return a view of a chunk's bytes, if they are in memory in one run, as they are stored; None otherwise."""
+    """Return a view of a chunk if it is contiguous in memory and has the stored dtype; None otherwise."""
     spec, box = source.spec, source.spec.chunk_box(number)
     if not spec.contiguous and box.shape != spec.chunk_shape:
         return None
     for piece in source.pieces:
         if piece.array.dtype == source.dtype and box.common(piece.box) == box:
-            index: Any = (*box.within(piece.box), ...)  # gives an array, even without axes
+            index: Any = (*box.within(piece.box), ...)  # the ellipsis makes the result an array even in the 0-d case
             part: NDArray[Any] = piece.array[index]
             if part.flags.c_contiguous:
                 return part.reshape(-1).view(np.uint8)
@@ -149,13 +149,13 @@ def chunk_view(source: Source, number: int) -> Bytes | None:
 
 
 def _gather(source: Source, box: Box) -> Bytes:
-    """Assemble a chunk from all pieces that hold a part of it."""
+    """Assemble a chunk from all pieces that overlap it."""
     chunk = np.zeros(source.spec.chunk_shape, source.dtype)
     missing = box.size
     for piece in source.pieces:
         common = box.common(piece.box)
         if common is not None:
-            index: Any = (*common.within(box), ...)  # a view, also of an array without axes
+            index: Any = (*common.within(box), ...)  # the ellipsis makes it a view even for 0-d arrays
             try:
                 cast_checked(piece.array[common.within(piece.box)], source.dtype, chunk[index])
             except CastProblem as problem:
@@ -170,7 +170,7 @@ def _gather(source: Source, box: Box) -> Bytes:
 
 
 class ChunkToCompress(NamedTuple):
-    """A chunk, by array number and chunk number, and its level of compression."""
+    """A chunk, given by array number and chunk number, and its compression level."""
 
     array: int
     number: int
@@ -186,7 +186,7 @@ def write_compressed(
     digests: Digests,
     awaited: threading.Event | None = None,
 ) -> tuple[Integers, list[int]]:
-    """Compress and write chunks with several threads; return their rows (see `chunk_table`) and the files' sizes."""
+    """Compress and write chunks on several threads; return their rows (see `chunk_table`) and the file sizes."""
     limit = min(_FILE_BYTES, layout.data_file_bytes)
     files_of = list(batches(chunks, lambda chunk: sources.specs[chunk.array].chunk_nbytes, limit))
 
@@ -211,7 +211,7 @@ def write_compressed(
 def _compressed(
     batch: Sequence[ChunkToCompress], sources: Sources, digests: Digests, awaited: threading.Event | None
 ) -> list[bytes]:
-    """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
+    """Compress chunks in groups of equal size and level; return the compressed chunks in the order of the batch."""
 
     def size_and_level(position: int) -> tuple[int, int]:
         return sources.specs[batch[position].array].chunk_nbytes, batch[position].level
@@ -240,7 +240,7 @@ def _compressed(
 
 
 def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment], list[int], int]:
-    """Place the bytes of chunks one after the other; return segments, the offset of each chunk, and the total."""
+    """Lay out compressed chunks one after the other; return the segments, the chunk offsets and the total size."""
     segments: list[Segment] = []
     offsets: list[int] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Read many chunks of data files: adjacent chunks together, in large pieces, with a few threads."""
+"""Read many chunks from data files: neighboring chunks together, in large reads, on a few threads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .digests import Bytes, Integers
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """Chunks in data files, in columns."""
+    """A table of chunks in data files, stored as columns."""
 
     files: Sequence[str]  # paths of data files
     file_ids: Integers  # index into ``files``
-    offsets: Integers  # first byte in the file
-    lengths: Integers  # number of bytes
-    arrays: Integers  # the wanted array of each chunk, as the caller counts them
+    offsets: Integers  # byte offset in the file
+    lengths: Integers  # size in bytes
+    arrays: Integers  # index of each chunk's array, as numbered by the caller
     numbers: Integers  # the chunk's number in its array's grid
-    kept: NDArray[np.bool_]  # whether the caller keeps views of the bytes, whose memory then must not be reused
-    checksums: Integers  # the CRC-32C of each chunk in the index; -1 if the index has none
+    kept: NDArray[np.bool_]  # whether the caller keeps views of the buffer, which then must not be reused
+    checksums: Integers  # the CRC-32C in the index; -1 if it has none
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Return the chunks inside their files that do not overlap, which bounds the bytes to read; report the others."""
+    """Return the chunks that lie within their files without overlaps, to bound the bytes read; report the others."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -70,46 +70,46 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 
 
 _THREADS = 4
-_BUFFERS = 12  # the buffers that threads copy from take at most a twelfth of the bytes read
-_EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
-COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied: its memory is reused
-_FEW = 32  # extents; with more, one thread would spend more time waiting than reading
-_SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
-LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
-REMOTE_GAP = 1 << 20  # the same over a network: a request waits as long as these bytes take to arrive
-FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks that are copied
+_BUFFERS = 12  # read buffers may total at most 1/12 of the bytes to read
+_EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
+COPIED_EXTENT_BYTES = 4 << 20  # the same for extents that are copied, whose buffer is reused
+_FEW = 32  # extents; with more, a single thread would mostly wait
+_SMALL = 16 << 10  # bytes; smaller chunks take longer to process than to read
+LOCAL_GAP = 4 << 10  # bytes; a gap between chunks up to this size is cheaper to read than to skip: one disk page
+REMOTE_GAP = 1 << 20  # the same over a network: transferring this much takes as long as the latency of a request
+FOREIGN = 16  # at most 1/16 of kept memory may be unused, by gaps and copied chunks
 
 
 class Extent(NamedTuple):
-    """A run of chunks of one file that is read in one piece."""
+    """A run of chunks in one file that is read at once."""
 
     file: str
     offset: int
     length: int
-    first: int  # its rows in the table of chunks
+    first: int  # its first row in the chunk table
     stop: int
-    kept: bool  # whether views of the memory are kept
+    kept: bool  # whether views of the buffer are kept
 
 
 class Destinations(NamedTuple):
-    """The memory of chunks that can be received without a copy, by their rows in the table."""
+    """Provides the memory into which chunks can be received without a copy, by row in the chunk table."""
 
-    find: Callable[[int], Bytes | None]  # returns the memory for the beginning of a chunk, if there is any
-    filled: Callable[[int, Bytes, Bytes], None]  # takes that memory, which is filled, and the rest of the chunk
+    find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, if possible
+    filled: Callable[[int, Bytes, Bytes], None]  # called with the filled memory and the rest of the chunk
 
 
 class ThreadBuffer(Buffer, threading.local):
-    """A buffer that each thread has for itself."""
+    """A thread-local buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReader:
-    """Reads the extents of chunks and hands them to ``use``, or receives them in ``destinations``."""
+    """Reads extents and passes them to ``use``, or receives them directly in ``destinations``."""
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
-    use: Callable[[Extent, Bytes], None]  # takes the bytes, whose memory is reused unless the extent is kept
-    failed: Callable[[int, Exception], None]  # takes the row of a chunk
+    use: Callable[[Extent, Bytes], None]  # called with the bytes; their buffer is reused unless the extent is kept
+    failed: Callable[[int, Exception], None]  # called with the row of a chunk and its error
     destinations: Destinations | None = None
     buffer: ThreadBuffer = field(default_factory=ThreadBuffer)
 
@@ -121,20 +121,20 @@ class ChunkReader:
             data = self.files[extent.file].read(extent.offset, extent.length, None if extent.kept else self.buffer)
         except (DamagedCheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
-                raise  # the bytes are unavailable at the moment, and not lost
+                raise  # the data is only temporarily unavailable, not lost
             if extent.stop - extent.first == 1:
                 self.failed(extent.first, error)
                 return 0
-            # One by one, so that only the damaged chunks fail.
+            # Read the chunks one by one, so that only damaged ones fail.
             rows = range(extent.first, extent.stop)
             return sum(self.read(_extent(self.chunks, row, row + 1, kept=extent.kept)) for row in rows)
         if not extent.kept:
-            data.flags.writeable = False  # spares the checksums a view of each chunk
+            data.flags.writeable = False  # lets the checksums use each chunk without making a view
         self.use(extent, data)
         return extent.length
 
     def _receive(self, extent: Extent) -> bool:
-        """Receive an extent of one chunk in its destination; return True if that was possible."""
+        """Receive a single-chunk extent directly in its destination; return True if that was possible."""
         if self.destinations is None or extent.stop - extent.first > 1 or extent.kept:
             return False
         if (values := self.destinations.find(extent.first)) is None:
@@ -147,9 +147,9 @@ class ChunkReader:
 
 
 def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
-    """Return the extents to read, and how many of them to read at a time."""
+    """Return the extents to read, and how many to read concurrently."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    if remote:  # at any time, different files are read: a service may serve one file slowly
+    if remote:  # interleave files, as a service may serve a single file slowly
         ranks: Counter[str] = Counter()
         order = []
         for extent in extents:
@@ -158,15 +158,15 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
         return [extent for _, extent in sorted(zip(order, extents, strict=True), key=itemgetter(0))], REQUESTS
     total = int(chunks.lengths.sum())
     if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
-        return extents, 1  # for little data, or for many tiny chunks, threads only slow down the interpreter
+        return extents, 1  # for little data or many tiny chunks, threads would only contend for the GIL
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
     return extents, min(_THREADS, max(1, total // (buffer * _BUFFERS)))
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into runs that are read in one piece; kept memory has few unused bytes."""
+    """Group sorted chunks into extents that are read at once, so that kept memory has few unused bytes."""
     current: Extent | None = None
-    kept = 0  # bytes of the current extent that are kept
+    kept = 0  # kept bytes in the current extent
     for run in _runs(chunks, gap):
         run_kept = run.length if run.kept else 0
         if current is not None:
@@ -185,7 +185,7 @@ def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
 
 
 def _runs(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Generate runs of near chunks that are all kept or all copied."""
+    """Yield runs of neighboring chunks that are either all kept or all copied."""
     if not len(chunks):
         return
     ends = chunks.offsets + chunks.lengths
@@ -211,14 +211,14 @@ def _extent(chunks: ChunkTable, first: int, stop: int, *, kept: bool) -> Extent:
 
 
 class Range(NamedTuple):
-    """A wanted range of bytes in a data file."""
+    """A byte range to read from a data file."""
 
     file: str
     offset: int
     length: int
-    array: int  # the wanted array of the range, as the caller counts them
+    array: int  # index of the range's array, as numbered by the caller
     chunk: int  # the chunk's number in the array's grid
-    keep: bool  # whether the caller keeps views of the bytes, whose memory then must not be reused
+    keep: bool  # whether the caller keeps views of the buffer, which then must not be reused
 
 
 def read_ranges(
@@ -227,7 +227,7 @@ def read_ranges(
     use: Callable[[Range, Bytes], None],
     failed: Callable[[Range, Exception], None],
 ) -> int:
-    """Read ranges and hand each to ``use``; return the number of bytes read."""
+    """Read ranges and pass each to ``use``; return the number of bytes read."""
     ids = {path: number for number, path in enumerate(files)}
     rows = np.array([(ids[path], *numbers) for path, *numbers in ranges], np.int64).reshape(-1, 6)
     file_ids, offsets, lengths, arrays, numbers, keep = rows.T

@@ -32,21 +32,21 @@ _LIMIT = 8 << 30  # bytes
 class Fragment(NamedTuple):
     process: int
     processes: int  # number of processes
-    token: str  # eight hexadecimal digits that begin the names of its data files, the same on every process
-    digest: str  # digest of the description of its tree; empty on process 0, which compares it with the others'
-    sizes: Sequence[int]  # length of each of its data files, in bytes
-    # Paths of the last of these files, which this save shares with earlier saves. The others have names by number.
+    token: str  # 8 hex digits that prefix the names of its data files; the same on every process
+    digest: str  # digest of `description`; empty on process 0, which compares the digests of the others with its own
+    sizes: Sequence[int]  # size of each of its data files in bytes
+    # Paths of the files shared with earlier saves, which come last in `sizes`. The others are named by number.
     shared: Sequence[str]
-    description: str  # a line for each leaf of its tree; empty on process 0
-    chunks: Integers  # numbers of the chunks, counted over all arrays, in their order in the files
-    files: Integers  # number of the data file of each chunk
-    offsets: Integers  # first byte of each chunk in its file
-    lengths: Integers  # bytes of each chunk there, with its checksum
+    description: str  # one line per leaf of its tree; empty on process 0
+    chunks: Integers  # global chunk numbers, in the order of the chunks in the files
+    files: Integers  # index of each chunk's data file
+    offsets: Integers  # start of each chunk in its file
+    lengths: Integers  # stored size of each chunk, including its checksum
     checksums: NDArray[np.uint32]  # CRC-32C of each chunk
 
     @property
     def written(self) -> int:
-        """The number of its data files that this save wrote."""
+        """Number of data files that this save wrote itself, not shared."""
         return len(self.sizes) - len(self.shared)
 
     @property
@@ -54,8 +54,8 @@ class Fragment(NamedTuple):
         return [*(data_path(self.token, self.process, number) for number in range(self.written)), *self.shared]
 
     def encode(self) -> bytes:
-        """Return the fragment as bytes, about five for each chunk, because columns are stored as differences."""
-        head = json.dumps([_VERSION, len(self.chunks), *self[:6]]).encode()  # the fields up to `shared`
+        """Encode the fragment; delta coding of the columns reduces it to about 5 bytes per chunk."""
+        head = json.dumps([_VERSION, len(self.chunks), *self[:6]]).encode()  # the first six fields, up to `shared`
         columns = np.diff(np.stack((self.chunks, self.files, self.offsets, self.lengths)), axis=1, prepend=0)
         numbers = columns.astype("<i8").tobytes() + self.checksums.astype("<u4").tobytes()
         content = b"".join((head, b"\n", numbers, self.description.encode()))
@@ -63,7 +63,7 @@ class Fragment(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes, process: int) -> Fragment:
-        """Decode the fragment that a process has encoded."""
+        """Decode and check the fragment of a process."""
         try:
             if crc32c(data[:-CHECKSUM_BYTES]) != checksum_after(data):
                 raise ValueError(f"its checksum does not match its {len(data)} bytes")
@@ -89,7 +89,7 @@ class Fragment(NamedTuple):
 
 
 def data_path(token: str, process: int, number: int) -> str:
-    """Return the path of a data file, which no two saves share."""
+    """Return the path of a data file, which is unique to a save."""
     return f"d/{token}.{process}.{number}"
 
 
@@ -102,7 +102,7 @@ def make_fragment(
     shared: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> Fragment:
-    """Return a process's fragment; ``table`` has rows of array, number in it, file, offset, length and checksum."""
+    """Build a process's fragment; each ``table`` row is array, chunk number, file, offset, length and checksum."""
     description = "\n".join(catalog.lines(values or {})) if member.index else ""  # process 0 knows its own tree
     return Fragment(
         process=member.index,
@@ -123,7 +123,7 @@ def make_fragment(
 def merge_fragments(
     catalog: Catalog, fragments: Iterable[Fragment], processes: int, values: Mapping[str, str] | None = None
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
-    """Merge fragments, in the order of the processes, into an index and data files; all must have the same values."""
+    """Merge the fragments, in process order, into an index and file records; all must describe equal trees."""
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -131,7 +131,7 @@ def merge_fragments(
     files: dict[str, FileRecord] = {}
     lines: list[str] = []
     token = digest = ""
-    first_files: list[int] = []  # the number of the first data file of each process
+    first_files: list[int] = []  # index of each process's first data file
     for process, fragment in enumerate(fragments):
         source = f"the fragment of process {process}"
         if (fragment.process, fragment.processes) != (process, processes):
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return the error that lists the leaves in which process 0 and another differ, given the lines of both."""
+    """Build the error that lists the leaves in which a process differs from process 0, given the lines of both."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -1,4 +1,4 @@
-"""The grid of chunks of an array."""
+"""The chunk grid of an array."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ArraySpec:
     itemsize: int
     grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis (0 along an empty one)
     chunks: int = field(init=False)  # number of chunks
-    chunk_nbytes: int = field(init=False)  # bytes of one whole chunk, without its checksum
-    contiguous: bool = field(init=False)  # whether every chunk is one run of the array's elements in C order
+    chunk_nbytes: int = field(init=False)  # size of a full chunk in bytes, without its checksum
+    contiguous: bool = field(init=False)  # whether every chunk is contiguous in the array's C order
 
     def __post_init__(self) -> None:
         grid = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
@@ -29,13 +29,13 @@ class ArraySpec:
         object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
 
     def chunk_box(self, number: int, *, full: bool = False) -> Box:
-        """Return the elements of a chunk; those beyond the array's end as well if it is ``full``."""
+        """Return the box of a chunk, clipped to the array's shape unless ``full``."""
         position = np.unravel_index(number, self.grid) if self.grid else ()
         start = tuple([int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)])
         box = Box.at(start, self.chunk_shape)
         return box if full else Box(start, tuple(map(min, box.stop, self.shape)))
 
     def cells(self, box: Box) -> tuple[slice, ...]:
-        """Return which chunks of the grid hold elements of a box."""
+        """Return the slices of the chunk grid that overlap a box."""
         bounds = zip(box.start, box.stop, self.chunk_shape, strict=True)
         return tuple([slice(low // size, -(-high // size)) for low, high, size in bounds])

@@ -1,4 +1,4 @@
-"""Load a saved tree as the caller asks for it: by a template, a selection, and requests for single leaves."""
+"""Load a saved tree according to a template, a selection of leaves, and requests for single leaves."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def load_tree(
     like: Any = None,
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
-    # The types of the fresh state that the run began with: the template is then the fresh state of the resumed run, and
-    # leaves are restored as they were saved, including the leaves of lists and dictionaries that have grown.
+    # Leaf types of the run's initial state. If given, the template is the initial state of the resumed run, and leaves
+    # are restored with their saved types, including the leaves of lists and dictionaries that have grown.
     began: Mapping[str, LeafType] | None = None,
-    shared: SharedReads | None = None,  # all processes call this together, and read once what several of them need
+    shared: SharedReads | None = None,  # all processes call this together; data that several need is read only once
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
-    """Read a tree as :func:`~holdfast.load` does; of sharded arrays, the shards of this process's devices."""
+    """Read a tree as :func:`~holdfast.load` does; of sharded arrays, only the shards of this process's devices."""
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
     if unknown:
@@ -83,7 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    if source.unreadable:  # reading these leaves raises an error with the reason, instead of one about the template
+    if source.unreadable:  # reading them raises an error that gives the reason, not one about the template
         source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
@@ -108,7 +108,7 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary: entries with a template as :func:`load_tree` does, and the others as they were saved."""
+    """Read a dictionary: entries that have a template as :func:`load_tree` does, all others as saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and templates of a resumed state, and by leaf how a changed program differs."""
+    """Return the containers and leaf templates of a resumed state, and by leaf how a changed program mismatches."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -144,7 +144,7 @@ def _resumed(
         structure = in_saved_order(structure, saved.structure)
         made = {name: made[name] for name in leaf_names(structure)}
     elif made.keys() != selected.keys() and structure is not None:
-        asked = set(structure.segments)  # the template may have only some of the extras
+        asked = set(structure.segments)  # the template may cover only some of the checkpoint's extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
                 grown = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
@@ -157,7 +157,7 @@ def _resumed(
 
 
 def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTemplate]:
-    """Let templates cast leaves whose numbers are of the same kind, and log these leaves."""
+    """Enable casting in templates whose dtype is of the same kind as the saved one, and log the leaves to be cast."""
     saved = {leaf.name: leaf.saved for leaf in source.leaves}
     targets = [castable(target, saved.get(target.name)) for target in targets]
     lines = [
@@ -171,7 +171,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Return the saved names of a template's leaves, which may differ by dots in keys and by wrappers of modules."""
+    """Map a template's leaf names to saved names, which may differ in dots within keys and in module wrappers."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
@@ -182,19 +182,19 @@ def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[st
 
 
 def leaf_values(source: TreeSource, leaves: Sequence[SavedLeaf]) -> list[Any]:
-    """Read leaves as they were saved: numpy arrays, and values of Python."""
+    """Read leaves as saved: numpy arrays and Python values."""
     return made_values(source, leaves, [None] * len(leaves), (source.read_leaves(leaves), {}))
 
 
 def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
-    """Read a leaf as it is requested, such as a jax array with a sharding."""
+    """Read a leaf in the requested form, such as a jax array with a sharding."""
     target = _requested(source, [leaf], {leaf.name: request})
     (value,) = made_values(source, [leaf], target, read_parts(source, [leaf], target))
     return value
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Read the elements of each array that its index selects, and only the chunks that hold them."""
+    """Read the elements of each array that its index selects; only the chunks that contain them are read."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -209,17 +209,17 @@ def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Se
 
 
 def tree_metadata(source: TreeSource) -> Any:
-    """Return the saved containers with a :class:`LeafMetadata` in the place of every leaf; no data is read."""
+    """Return the saved containers with a :class:`LeafMetadata` for each leaf; no data is read."""
     return source.tree.build([metadata_of(leaf.saved) for leaf in source.leaves])
 
 
 def with_optimizer_states(template: Any, source: TreeSource) -> Any:
-    """Fill the empty state dicts of torch optimizers in a template with templates of the saved states."""
+    """Fill the empty state dicts of torch optimizers in a template with templates for the saved states."""
     return _with_states(template, (), cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves)))))
 
 
 def _with_states(value: Any, keys: tuple[Any, ...], saved: Callable[[], Any]) -> Any:
-    """Fill the state dicts in a value, whose counterpart is at ``keys`` in the saved tree."""
+    """Fill the empty optimizer states within a value; its counterpart in the saved tree is at ``keys``."""
     if type(value) not in (dict, list, tuple):
         return value
     is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
@@ -238,7 +238,7 @@ def _entry(value: Any, key: Any) -> Any:
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
-    """Return a tensor without memory for an array; for any other leaf ``...``, which stands for the saved value."""
+    """Return a meta tensor as the template of an array; for other leaves ``...``, which loads them as saved."""
     if loaded("torch") is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
         return ...
     return ... if (like := tensor_like(leaf.saved)) is None else like
@@ -247,7 +247,7 @@ def _tensor_template(leaf: SavedLeaf) -> Any:
 def _requested(
     source: TreeSource, leaves: Sequence[SavedLeaf], requests: Mapping[str, LeafRequest]
 ) -> list[LeafTemplate | None]:
-    """Return the requests without a template; raise one error that lists all that do not fit."""
+    """Convert requests to leaf templates when no template is given; one error lists all requests that do not fit."""
     if not requests:
         return [None] * len(leaves)
     targets = [
@@ -270,7 +270,7 @@ def _matching(
     requests: Mapping[str, LeafRequest],
     differs: Mapping[str, str],
 ) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
-    """Return the saved leaf and the request for each leaf of a template; raise one error that lists all differences."""
+    """Return the saved leaf and the target for each template leaf; one error lists all differences."""
     saved = {leaf.name: leaf for leaf in source.leaves}
     asked = {target.name for target in targets}
     containers: set[str] = set()
@@ -308,14 +308,14 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# Whole arrays, and by position the partition of an array and its parts, as `materialize` takes them.
+# The arguments of `materialize`: whole arrays, and for arrays read in parts, the partition and parts by leaf index.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
 def made_values(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None], read: PartsRead
 ) -> list[Any]:
-    """Convert leaves that were read to the values that their templates ask for."""
+    """Convert the data that was read to the values that the templates ask for."""
     with naming(source.location):
         return materialize(targets, [saved for _, saved in leaves], read[0], [name for name, _ in leaves], read[1])
 
@@ -326,7 +326,7 @@ def read_parts(
     targets: Sequence[LeafTemplate | None],
     shared: SharedReads | None = None,
 ) -> PartsRead:
-    """Read leaves; of sharded arrays, only the parts that their templates need."""
+    """Read leaves; for sharded arrays, read only the parts that their templates need."""
     cuts = _partitions(source, leaves, targets)
     if shared is None and not cuts:
         return source.read_leaves(leaves), {}
@@ -348,7 +348,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return, by position, the needed parts of each leaf that is not needed as a whole."""
+    """Return the partition of each leaf that is needed only in part, by leaf index."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):
@@ -366,7 +366,7 @@ def _partitions(
 
 
 class Selection:
-    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read."""
+    """A basic index into an array (integers, slices, an ellipsis, ``None``), and the ``boxes`` to read for it."""
 
     def __init__(self, index: Any, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         index = index if isinstance(index, tuple) else (index,)
@@ -380,7 +380,7 @@ class Selection:
             raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
         if sum(entry is ... for entry in index) > 1:
             raise IndexError("an index can have only one ellipsis (...)")
-        self._like = np.broadcast_to(np.int8(0), shape)[index]  # of the shape of the result; raises for a wrong index
+        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; checks the index
         entries = [entry for entry in index if entry is not None]
         position = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
         entries[position : position + 1] = [slice(None)] * (len(shape) - count)
@@ -389,14 +389,14 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # No box covers a chunk without selected elements: a run is all selected indices of its axis, or one of them.
+        # A run has all selected indices of its axis or just one, so no box covers a chunk without selected elements.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))
         self.boxes = [Box(tuple(map(min, box)), tuple(max(run) + 1 for run in box)) for box in self._runs]
 
     def combine(self, parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Any:
-        """Return the selected elements of the boxes; a numpy scalar if the index consists of integers."""
+        """Assemble the selected elements from the boxes read; a numpy scalar if the index consists of integers only."""
         cuts = [
             part[tuple(slice(None, None, run.step) for run in runs)]
             for part, runs in zip(parts, self._runs, strict=True)
@@ -416,7 +416,7 @@ def _is_integer(entry: Any) -> bool:
 
 
 def _runs(selected: range, chunk: int) -> list[range]:
-    """Divide the selected indices of an axis if their steps may skip whole chunks."""
+    """Return the selected indices of an axis as one run, or one run per index if the step may skip whole chunks."""
     if abs(selected.step) <= chunk:
         return [selected] if selected else []
     return [range(number, number + 1) for number in selected]

@@ -1,11 +1,11 @@
-"""The plan of a save: how each array is cut into chunks, and which chunk goes where in which data file.
+"""The save plan: how arrays are cut into chunks, and where each chunk is placed in the data files.
 
-Everything here depends on names, shapes, dtypes and shardings alone, so every process computes the same plan. The
-values of the arrays are not needed, and nothing is read or written.
+The plan depends only on names, shapes, dtypes and shardings, so every process computes the same one. It needs no
+array values, and nothing is read or written.
 
-Chunks follow each other. Each starts on a cache line, so that a mapped or directly read file can back an array, and
-is followed by its checksum. Runs of whole chunks form segments, which start on a page, as direct I/O requires; one
-thread writes a segment from end to end.
+Chunks are stored consecutively. Each starts on a cache line, so that a mapped or directly read file can back an
+array, and is followed by its checksum. Runs of whole chunks form segments, which are page-aligned, as direct I/O
+requires; each segment is written by one thread.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 HostLeaf = ArrayLeaf | ValueLeaf
 
-ChunkIds = tuple[Integers, Integers]  # the array number of each chunk, and its number within the array
+ChunkIds = tuple[Integers, Integers]  # for each chunk, the index of its array and its number within the array
 
 _CHUNKS_LIMIT = 1 << 20
-_TINY = 1024  # bytes; a million chunks smaller than this are a mistake
-_TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is worse than one above the limit
+_TINY = 1024  # bytes; a million chunks smaller than this are refused
+_TOO_SMALL = 64  # a chunk smaller than the limit by this factor is worse than one above the limit
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Divide items into groups of at most ``limit`` bytes; a larger item forms its own group."""
+    """Split items into groups of at most ``limit`` bytes; a larger item forms its own group."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -62,11 +62,11 @@ class Layout:
 
     Attributes:
         chunk_bytes: Largest chunk of an array, in bytes. A chunk is the unit of partial reads.
-        segment_bytes: Bytes that one writer thread takes at a time.
+        segment_bytes: Bytes that a writer thread writes at a time.
         data_file_bytes: Largest data file, in bytes. Only a file that holds a single chunk may be larger.
         upload_bytes: Largest data file in an object store, in bytes, and on the disk of a run whose mirror is in one.
             Each data file is one upload; eight of them are in memory, and under way, at a time.
-        compression: Level of zstd for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
+        compression: zstd level for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
             which is fastest: parameters and optimizer state hardly shrink.
     """
 
@@ -82,12 +82,12 @@ class Layout:
         check_level("compression", self.compression)
 
     def for_uploads(self) -> Layout:
-        """Return the layout of the same checkpoint if its data files are uploaded."""
+        """Return this layout with data files limited to the upload size."""
         return replace(self, data_file_bytes=min(self.data_file_bytes, self.upload_bytes))
 
 
 def check_size(name: str, size: object) -> None:
-    """Raise OptionError unless an option is a size that chunks, segments and files can have."""
+    """Raise OptionError unless an option is a valid size in bytes for chunks, segments or files."""
     if not isinstance(size, int) or size < PAGE:
         raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {PAGE}")
 
@@ -102,7 +102,7 @@ def check_level(name: str, level: object) -> None:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
-    """Cut an array into chunks of at most ``limit`` bytes that are contiguous in C order, as far as its parts are.
+    """Choose chunks of at most ``limit`` bytes that are contiguous in C order, as far as the array's parts are.
 
     >>> chunk_shape((1000, 10), 8, 32_000)
     (334, 10)
@@ -126,7 +126,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequenc
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to ``most``; if it is tiny, the smallest divisor above."""
+    """Return the largest divisor up to ``most``, or the smallest one above if that is much too small."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = max(divisor for divisor in divisors if divisor <= most)
@@ -150,15 +150,15 @@ class ArrayEncoding(NamedTuple):
     spec: ArraySpec
     stored: Stored  # element type in the data files
     metadata: bytes  # content of ``zarr.json``
-    compression: int | None  # level of zstd for the chunks, or None
-    facts: dict[str, Any]  # entries of ``tree.json`` beyond the array metadata
-    # The parts along the stored axes, with the processes that hold them; None if every process holds all.
+    compression: int | None  # zstd level for the chunks, or None
+    facts: dict[str, Any]  # the leaf's entries in ``tree.json`` that the array metadata lacks
+    # The parts of the stored array and the processes that hold them; None if every process holds the whole array.
     parts: Sequence[Part] | None
-    text: str  # all of this as text, for errors and to compare processes
+    text: str  # all of the above as text, for errors and for comparing processes
 
 
 class Catalog:
-    """The arrays of a tree, numbered in the order of their keys in the index, which is the same on every process."""
+    """The arrays of a tree, numbered in the order of their index keys, which is the same on every process."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Catalog:
     ) -> None:
         compression, chunk_bytes = compression or {}, chunk_bytes or {}
         ids: dict[tuple[Any, ...], int] = {}
-        self.distinct: list[ArrayEncoding] = []  # equal arrays share one
+        self.distinct: list[ArrayEncoding] = []  # one for all arrays that are encoded the same way
         arrays: list[str] = []
         positions: list[int] = []
         encoding_ids: list[int] = []
@@ -182,8 +182,8 @@ class Catalog:
             if special:
                 level = compression.get(name, layout.compression)
                 limit = chunk_bytes.get(name, layout.chunk_bytes)
-            # Leaves with one sharding share their list of parts: comparing thousands of lists would take longer than
-            # everything else.
+            # Leaves with the same sharding share one list of parts, so its id is enough: comparing thousands of lists
+            # would take longer than everything else.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
             if key not in ids:
                 ids[key] = len(self.distinct)
@@ -193,22 +193,22 @@ class Catalog:
             encoding_ids.append(ids[key])
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
-        self.positions: Integers = np.array(positions, np.int64)[order]  # positions among the leaves
-        self.encoding_ids: Integers = np.array(encoding_ids, np.int64)[order]  # the positions in `distinct`
+        self.positions: Integers = np.array(positions, np.int64)[order]  # index of each array's leaf
+        self.encoding_ids: Integers = np.array(encoding_ids, np.int64)[order]  # indexes into `distinct`
         self.encodings: list[ArrayEncoding] = [self.distinct[i] for i in self.encoding_ids.tolist()]
-        # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
+        # Global number of each array's first chunk; the last entry is the total number of chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
         np.cumsum(self.column(lambda encoding: encoding.spec.chunks), out=self.starts[1:])
-        # Bytes of a chunk of each array that is not compressed, with its checksum.
+        # Size of an uncompressed chunk of each array in bytes, including its checksum.
         self.lengths = self.column(lambda encoding: encoding.spec.chunk_nbytes + CHECKSUM_BYTES)
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
     def column(self, value: Callable[[ArrayEncoding], Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return an attribute of each array's encoding, which ``value`` computes."""
+        """Return ``value`` of each array's encoding, as an array with one entry per array."""
         return np.array(list(map(value, self.distinct)), dtype)[self.encoding_ids]
 
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
-        """Return the entries of ``tree.json`` for all leaves, in the order of the tree."""
+        """Return the ``tree.json`` entries of all leaves, in tree order."""
         documents = [leaf.details for leaf in leaves]
         if any(encoding.facts for encoding in self.distinct):
             for position, encoding in zip(self.positions.tolist(), self.encodings, strict=True):
@@ -221,12 +221,12 @@ class Catalog:
         return arrays, np.arange(len(arrays)) - self.starts[arrays]
 
     def in_tree_order(self, arrays: Integers, numbers: Integers) -> ChunkIds:
-        """Sort chunks by the position of their leaf in the tree: their order in the data files."""
+        """Sort chunks by the position of their leaf in the tree, which is their order in the data files."""
         order = np.lexsort((numbers, self.positions[arrays]))
         return arrays[order], numbers[order]
 
     def lines(self, values: Mapping[str, str]) -> list[str]:
-        """Describe every leaf in a line: its name, a tab, and all that must be the same on every process."""
+        """Describe each leaf in one line: its name, a tab, and everything that must be equal on all processes."""
         described = zip(self.names, self.encodings, strict=True)
         lines = [f"{name}\t{values.get(name, encoding.text)}" for name, encoding in described]
         return lines + [f"{name}\t{values.get(name, 'a value')}" for name in sorted(self._values)]
@@ -262,15 +262,15 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
 
 
 class PlannedSegment(NamedTuple):
-    """A run of chunks that one thread writes, in columns, in the order of their offsets."""
+    """A run of chunks that one thread writes, as columns sorted by offset."""
 
     offset: int
     size: int
-    arrays: Integers  # the numbers of the arrays
-    numbers: Integers  # the numbers of the chunks in their arrays
-    offsets: Integers  # first bytes in the file
-    lengths: Integers  # bytes there, with the checksum
-    first: int  # the number of chunks in the segments and files before
+    arrays: Integers  # index of each chunk's array
+    numbers: Integers  # each chunk's number within its array
+    offsets: Integers  # start of each chunk in the file
+    lengths: Integers  # stored size of each chunk, including its checksum
+    first: int  # number of chunks in all preceding segments and files
 
 
 class PlannedFile(NamedTuple):
@@ -284,13 +284,13 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
-    """Place chunks in data files, which no two groups share; ``lengths`` has the bytes of a chunk of each array."""
+    """Place chunks in data files; groups never share a file. ``lengths`` is the chunk size in bytes by array."""
     files: list[PlannedFile] = []
     before = 0
     for arrays, numbers in groups:
         sizes = lengths[arrays]
         padded = -(-sizes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-        # Where the chunks would begin and end if all were in one segment.
+        # Start and end of each chunk if all were placed in one segment.
         starts = np.cumsum(padded) - padded
         ends = starts + sizes
         segments: list[PlannedSegment] = []
@@ -315,7 +315,7 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
 
 
 def chunk_table(files: Sequence[PlannedFile], checksums: NDArray[np.uint32], first: int = 0) -> Integers:
-    """Return a row for each placed chunk: array, number in it, file (from ``first`` on), offset, length, checksum."""
+    """Return one row per placed chunk: array, chunk number, file (counted from ``first``), offset, length, checksum."""
     table: Integers = np.empty((len(checksums), 6), np.int64)
     table[:, 5] = checksums
     for number, file in enumerate(files, first):

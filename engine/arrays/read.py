@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 
 class TreeReader(TreeSource):
-    """A pytree item that holdfast wrote, opened for reading."""
+    """A pytree item written by holdfast, opened for reading."""
 
-    files: Mapping[str, FileRecord]  # the files of its folder that the commit record lists
+    files: Mapping[str, FileRecord]  # the files in its folder, as listed in the commit record
     numbers: Sequence[int]  # the position of each leaf in the saved tree
 
     def __init__(
@@ -56,7 +56,7 @@ class TreeReader(TreeSource):
         aggregate: AggregateHandler | None = None,
         select: Patterns | None = None,
     ) -> None:
-        """Open a tree, or only the leaves that match patterns, without looking at the arrays of the others."""
+        """Open a tree; with ``select``, only the leaves that match the patterns, ignoring all other arrays."""
         location, files = open_folder(location, files)
         self.location = location
         self.files = files or {}
@@ -112,11 +112,11 @@ class TreeReader(TreeSource):
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         shape, stored = leaf.saved.shape or (), leaf.saved.stored
-        # Elements stored as bytes have an axis that the leaf does not have.
+        # Dtypes that are stored as bytes have one more axis than the leaf.
         return stored.chunk_shape[: len(shape)] if isinstance(stored, ArrayMetadata) else shape
 
     def began(self) -> dict[str, LeafType] | None:
-        """Return the types of the fresh state that the run began with; None if they are not recorded."""
+        """Return the leaf types of the run's initial state; None if they are not recorded."""
         if self._began is None:
             return None
         from ..pytree import recorded_types  # imported lazily: few reads need templates
@@ -138,7 +138,7 @@ class TreeReader(TreeSource):
         return str(sorted((path, record.size, record.crc32c) for path, record in self.files.items()))
 
     def _verified(self, problems: Sequence[Problem], assembly: Assembly) -> list[NDArray[Any] | None]:
-        """Return the arrays that were read; raise one error that lists all problems with them."""
+        """Return the arrays read, or raise one error that lists all problems."""
         if problems:
             raise damaged_leaves(
                 self.location,
@@ -180,7 +180,7 @@ class TreeReader(TreeSource):
     def _read_aggregated(
         self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
     ) -> dict[str, NDArray[Any]]:
-        distinct = {id(leaf): leaf for leaf in details}  # the many leaves of a tree have few documents
+        distinct = {id(leaf): leaf for leaf in details}  # many leaves share few distinct documents
         if all(leaf.get("aggregate") != handler.name for leaf in distinct.values()):
             return {}
         pairs = zip(names, details, strict=True)
@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Most leaves share both documents, which stay alive here. Leaves of an aggregate differ in shape and dtype.
+        # Most leaves share both documents, which are compared by id. Aggregated leaves have their own shape and dtype.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))
@@ -207,12 +207,12 @@ class TreeReader(TreeSource):
         self._all_as_stored = all(
             isinstance(saved.stored, ArrayMetadata) and saved.stored.dtype == saved.dtype for saved in saved_of.values()
         )
-        # As `SavedLeaf._make` does it, without a frame for each leaf.
+        # Like `SavedLeaf._make`, but without a Python call per leaf.
         make = partial(tuple.__new__, SavedLeaf)
         return list(map(make, zip(names, map(saved_of.__getitem__, keys), strict=True)))
 
     def _arrays_of(self, leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
-        """Return the names of the leaves that are arrays of the database, and their metadata."""
+        """Return the names and metadata of the leaves that are stored as arrays in the database."""
         if not self._all_as_stored:
             leaves = [leaf for leaf in leaves if isinstance(leaf.saved.stored, ArrayMetadata)]
         stored: list[Any] = [saved.stored for _, saved in leaves]
@@ -225,7 +225,7 @@ class TreeReader(TreeSource):
         if metadata is None:
             if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
                 return Saved(details)
-            if isinstance(details.get("aggregate"), str):  # the handler of this aggregate was not given
+            if isinstance(details.get("aggregate"), str):  # the handler for this aggregate was not passed
                 return Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]})
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {format_path(name)}")
         with naming(self.location, f": leaf {format_path(name)}"):
@@ -252,12 +252,12 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
 
 
 def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
-    """Return a box of elements as it is stored: if the elements are stored as bytes, it has one more axis."""
+    """Convert a box of elements to stored axes: dtypes that are stored as bytes have one more axis."""
     return box if len(box.start) == axes or saved.dtype is None else box.with_axis(saved.dtype.itemsize)
 
 
 def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Return an array as it was saved: bytes become elements again, and big endian stays big endian."""
+    """Convert a stored array to its saved dtype, from bytes or to big endian if necessary."""
     assert array is not None
     assert saved.dtype is not None
     assert shape is not None

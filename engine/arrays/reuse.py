@@ -1,14 +1,14 @@
-"""Which chunks have not changed since earlier saves, and which files of earlier steps already hold them.
+"""Detects chunks that have not changed since earlier saves, and shares the files of earlier steps that hold them.
 
-The evidence is a digest of 128 bits over exactly the bytes that would be written: neither torch's version counters nor
-the identity of jax's arrays proves that bytes are equal. The digest of a chunk is computed as it is written. Later
+Chunks are compared by a 128-bit digest of exactly the bytes that would be written: neither torch's version counters
+nor the identity of jax arrays proves that bytes are equal. The digest of a chunk is computed as it is written. Later
 saves compute the digests of their chunks, and share each file of an earlier step that has enough unchanged chunks.
 
-Digests are kept in memory, for the lifetime of a manager. Chunks that change from save to save cost next to nothing: a
-few bytes of each chunk are compared first, and chunks that change elsewhere are compared less and less often.
+Digests are kept in memory for the lifetime of a manager. Chunks that change in every save cost next to nothing: a
+sample of each chunk is compared first, and chunks that change only outside the sample are compared ever less often.
 
 A step shares no file with the step before it, so that one bad sector never damages both the newest step and the one to
-fall back to. There are thus two lineages of files. An object store copies the files, and a copy may repeat damage.
+fall back to. There are thus two lineages of files. In an object store the files are copied; a copy may repeat damage.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from .plan import Catalog, ChunkIds
 
 _logger = logging.getLogger("holdfast")
 
-ChunkKey = tuple[str, int]  # the description of an array, including its name, and a chunk number
+ChunkKey = tuple[str, int]  # an array's name and encoding, and a chunk number
 _Held = tuple[tuple[int, int], bytes]  # the array number and chunk number of a chunk of the tree, and its digest
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; smaller chunks are written faster than they are compared
-SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are written again
-_LIVE = 0.5  # fraction of a file's bytes that must be unchanged; the other bytes stay on the disk unused
+SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
+_LIVE = 0.5  # minimum fraction of unchanged bytes for sharing a file; its other bytes take disk space for nothing
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
-_SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
+_SAMPLE_GAP = 4096  # minimum distance in bytes between samples
 _THREADS = 4
-_SHARE = 16 << 20  # bytes that are worth a thread
-_PATIENCE = 2  # changes in a row that only digests show; then the chunk is compared less often
-_LONGEST_REST = 64  # saves
-_REMEMBERED = 64  # steps
+_SHARE = 16 << 20  # bytes per thread
+_PATIENCE = 2  # consecutive changes outside the sample after which a chunk is compared less often
+_LONGEST_REST = 64  # longest pause between comparisons, in saves
+_REMEMBERED = 64  # steps whose files are remembered
 
-# These errors concern a single file: it is gone, was changed, or has as many names as it can have.
+# Errors that concern a single file: it is missing, was changed, or has reached the link limit.
 _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
 
 
 class WrittenChunk(NamedTuple):
-    """A chunk in a data file, and the digest of its content in memory."""
+    """A chunk in a data file, and the digest of its uncompressed content."""
 
     key: ChunkKey
     offset: int
@@ -65,7 +65,7 @@ class WrittenChunk(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    path: str  # in the folder of the item; unique to a save, so it also identifies the lineage of a file
+    path: str  # relative to the item's folder; unique to a save, so it also identifies a file's lineage
     size: int
     identity: FileIdentity
     chunks: Sequence[WrittenChunk]  # chunks with a known digest
@@ -79,12 +79,12 @@ class _WrittenStep:
 
 @dataclass(slots=True)
 class _SeenChunk:
-    """The observations of the last save about a chunk."""
+    """What the last save observed about a chunk."""
 
-    sample: bytes | None  # some of its bytes; None if it is not one run of memory
+    sample: bytes | None  # sampled bytes; None if the chunk is not contiguous in memory
     digest: bytes | None = None
-    changes: int = 0  # consecutive changes that only digests showed
-    rest: int = 0  # saves in which it is not compared
+    changes: int = 0  # consecutive changes that the sample missed
+    rest: int = 0  # number of saves to skip before the next comparison
 
     def keeps_digest(self, digest: bytes) -> bool:
         """Record the digest of a chunk whose sample is unchanged; return True if the digest is unchanged, too."""
@@ -100,14 +100,14 @@ class _SeenChunk:
 
 @dataclass(slots=True)
 class SharedFiles:
-    """The chunks that a save shares with earlier steps, and how it writes the others."""
+    """The chunks that a save shares with earlier steps, and the chunks it must write."""
 
-    # The chunks to write: chunks that have not changed lately, and the others. No file holds chunks of both groups.
+    # Chunks to write, in two groups: recently unchanged ones, and the others. No file mixes the groups.
     groups: list[ChunkIds]
     linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, linked into this step
-    # A row for each chunk in them: array, number in the array, file among these, offset, length and checksum.
+    # One row per chunk in the linked files: array, chunk number, index in `linked`, offset, length and checksum.
     rows: list[tuple[int, ...]] = field(default_factory=list)
-    digests: Digests = field(default_factory=dict)  # the digests that later saves compare
+    digests: Digests = field(default_factory=dict)  # filled while writing; compared by later saves
     keys: dict[tuple[int, int], ChunkKey] = field(default_factory=dict)
 
 
@@ -120,32 +120,32 @@ class _Unchanged(NamedTuple):
 
 
 class WrittenSteps:
-    """The data files of the last steps of one item that this process wrote.
+    """The data files that this process wrote for one item in recent steps.
 
-    A manager has one for each item. ``begin`` comes before every save, ``share`` and ``note`` around each group of
-    chunks that is written, and ``commit`` after the commit.
+    A manager has one for each item. It calls ``begin`` before every save and ``commit`` after it is committed; the
+    writer calls ``share`` before and ``note`` after it writes each group of chunks.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, _WrittenStep] = {}  # keys are steps, in the order of their commits
+        self._steps: dict[int, _WrittenStep] = {}  # by step, in commit order
         self._seen: dict[ChunkKey, _SeenChunk] = {}
-        self._before: dict[ChunkKey, _SeenChunk] = {}  # chunks that the previous save has seen
+        self._before: dict[ChunkKey, _SeenChunk] = {}  # chunks as observed by the previous save
         self._parts: dict[str, WrittenSteps] = {}
         self._pending: _WrittenStep | None = None
         self._step = -1
         self._apart: Collection[int] = ()
         self._refused: set[str] = set()  # paths of files that cannot be shared
-        self._off = False  # True once the file system has refused all links
+        self._off = False  # True once the storage turned out not to support sharing files
 
     def part(self, name: str) -> WrittenSteps:
-        """Return the data files of a part of the item, which has its own folder."""
+        """Return the tracker for a part of the item that has its own folder."""
         if name not in self._parts:
             self._parts[name] = WrittenSteps()
             self._parts[name].begin(self._step, self._apart, lambda _: True)
         return self._parts[name]
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
-        """Begin the save of a step, which shares nothing with the steps ``apart``, or with steps that are not whole."""
+        """Begin the save of a step, which must not share files with the steps ``apart`` or with incomplete steps."""
         self._step, self._apart, self._pending = step, apart, None
         self._steps = {step: written for step, written in self._steps.items() if is_there(step)}
         for part in self._parts.values():
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing with the earlier steps: one is damaged, perhaps in a file that others share."""
+        """Stop sharing with earlier steps: one is damaged, and other steps may share the damaged file."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -177,7 +177,7 @@ class WrittenSteps:
         chunks: ChunkIds,  # the chunks that this process must write
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
-        """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write."""
+        """Link files of earlier steps that hold unchanged chunks; return the linked files and the chunks to write."""
         if self._pending is None:  # the first group of the save
             self._pending = _WrittenStep(folder)
             self._before, self._seen = self._seen, {}
@@ -186,7 +186,7 @@ class WrittenSteps:
             return SharedFiles([chunks])
         steady = np.zeros(len(large), bool)
         written = np.ones(len(large), bool)
-        compared: dict[tuple[int, int], int] = {}  # chunks whose digests are compared, with their positions
+        compared: dict[tuple[int, int], int] = {}  # positions of the chunks to compare by digest
         shared = SharedFiles([])
         keys = shared.keys
         for position in np.flatnonzero(large).tolist():
@@ -202,7 +202,7 @@ class WrittenSteps:
             same, seen.sample = sample == seen.sample, sample
             if seen.rest:
                 seen.rest -= 1
-                if not seen.rest:  # the next save compares with this one
+                if not seen.rest:  # compute a digest for the next save to compare with
                     shared.digests[chunk] = None
             elif not same:
                 seen.digest = None
@@ -228,7 +228,7 @@ class WrittenSteps:
         return shared
 
     def _link(self, new: _WrittenStep, shared: SharedFiles, held: dict[ChunkKey, _Held]) -> None:
-        """Share files with enough unchanged chunks, from the newest steps whose files may be shared."""
+        """Link files that have enough unchanged chunks, preferring the newest steps whose files may be shared."""
         apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files} | {*new.files}
         tried: set[Location] = set()
         while not self._off and (chosen := list(self._choose(apart, tried, held))):
@@ -236,7 +236,7 @@ class WrittenSteps:
             identities = parallel_map(partial(self._share, new.folder), chosen, at_once, name="holdfast-share")
             for (_, file, unchanged), identity in zip(chosen, identities, strict=True):
                 if identity is None:
-                    held.update(unchanged)  # another file may have these chunks
+                    held.update(unchanged)  # make the chunks available to other files
                     continue
                 apart.add(file.path)
                 number = len(shared.linked)
@@ -249,7 +249,7 @@ class WrittenSteps:
     def _choose(
         self, apart: Collection[str], tried: set[Location], held: dict[ChunkKey, _Held]
     ) -> Iterator[_Unchanged]:
-        """Generate the files of earlier steps to share, and move their chunks out of ``held``."""
+        """Yield the files of earlier steps to share, and remove their chunks from ``held``."""
         chosen: set[str] = set()
         for step in reversed(self._steps.values()):
             for file in step.files.values():
@@ -266,7 +266,7 @@ class WrittenSteps:
                 yield _Unchanged(source, file, {chunk.key: held.pop(chunk.key) for chunk in unchanged})
 
     def _share(self, folder: Location, unchanged: _Unchanged) -> FileIdentity | None:
-        """Link a file into the folder of the new step; return None if the storage refuses that."""
+        """Link a file into the new step's folder; return None if the storage cannot do that."""
         source, file, _ = unchanged
         target = folder / file.path
         if self._off:
@@ -276,7 +276,7 @@ class WrittenSteps:
             if current != file.identity and current[:3] == file.identity[:3] and not _has_chunks(source, file):
                 raise OSError(errno.ESTALE, "it was changed after it was written, and its times were set back")
             identity = source.share(target, file.identity._replace(changed=current.changed))
-            for step in self._steps.values():  # the new name has changed a time of the file, for all of its names
+            for step in self._steps.values():  # linking has updated the file's change time under all of its names
                 named = step.files.get(file.path)
                 if named is not None and named.identity.inode == identity.inode:
                     step.files[file.path] = named._replace(identity=identity)
@@ -288,14 +288,14 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # a missing name says nothing about the file's other names
+            elif error.errno != errno.ENOENT:  # if one name is missing, others may still exist
                 self._refused.add(file.path)
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Record the change times of shared files after a block that removes names, which changes these times."""
+        """Refresh the recorded change times of shared files after the block, which removes some of their names."""
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.names_removed())
@@ -313,7 +313,7 @@ class WrittenSteps:
                     step.files[file.path] = file._replace(identity=identity)
 
     def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
-        """Record the new files, with rows of array, number in the array, file, offset, length and checksum."""
+        """Record the files just written; each ``table`` row is array, chunk number, file, offset, length, checksum."""
         step = self._pending
         if step is None or self._off:
             return
@@ -337,7 +337,7 @@ def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
 
 
 def _has_chunks(location: Location, file: WrittenFile) -> bool:
-    """Read a file; return True if its chunks are unchanged. Its times cannot show that: a link changes them, too."""
+    """Return True if a file's chunks still match their checksums. Timestamps cannot show that, as links change them."""
     buffer = Buffer()
     with contextlib.suppress(DamagedCheckpointError, StorageError), location.open_data(size=file.size) as opened:
         return all(
@@ -348,7 +348,7 @@ def _has_chunks(location: Location, file: WrittenFile) -> bool:
 
 
 def _sample(source: Source, number: int) -> bytes | None:
-    """Return bytes from all over a chunk: if they differ, the chunk has changed."""
+    """Return a sample of bytes spread over a chunk: if it differs, the chunk has changed."""
     data = chunk_view(source, number)
     if data is None:
         return None

@@ -1,9 +1,9 @@
-"""Restores of several processes that want the same bytes: one process reads each chunk and sends it to the others.
+"""Shared reads in multi-process restores: one process reads each chunk and sends it to all others that need it.
 
 The plan is a pure function of the arrays and of the parts that each process wants, so all processes compute the same
-plan. For every array it divides the processes into teams, so that all that want a chunk are in one team: the replicas
-of a part, if an array is divided over one axis of a mesh and replicated over another. One process of the team reads
-and verifies each chunk, and each process reads about the same.
+plan. For each array, it divides the processes into teams such that all processes that want a chunk are in one team.
+If an array is sharded over one mesh axis and replicated over another, a team is the set of replicas of a shard. One
+process of the team reads and verifies each chunk, and all processes read about the same number of bytes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("holdfast")
 
-_ROUND = 64 << 20  # bytes that a process receives at a time
-_FEW_BYTES = 64 << 20  # bytes that are not worth the connections between the processes
-_TOO_OFTEN = 1.5  # how often the chunks of an array must be wanted, on average, to be shared
-_MOST_CHUNKS = 4096  # of an array; the work for each is done in Python
-_WORD = 8  # bytes; an all-gather takes a multiple of this
+_ROUND = 64 << 20  # bytes a process receives per all-gather
+_FEW_BYTES = 64 << 20  # bytes; sharing less is not worth connecting the processes
+_TOO_OFTEN = 1.5  # share an array only if on average more processes than this want each chunk
+_MOST_CHUNKS = 4096  # per array; each chunk costs time in Python
+_WORD = 8  # bytes; the size of an all-gather is a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class WantedArray(ArraySpec):
     def of(
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
-        """Return an array; if it has very many chunks, they are joined, along its last axes first."""
+        """Return an array; if it has too many chunks, join neighbors, along the last axes first."""
         joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
@@ -68,11 +68,11 @@ class Piece(NamedTuple):
 
 
 class ReadPlan:
-    """Which process reads which chunks of the arrays that are shared; see the top of this module.
+    """Assigns each chunk of the shared arrays to the process that reads it; see the module docstring.
 
     Attributes:
-        teams: The different divisions of the processes into teams, each with the arrays that are shared in it.
-        spared_bytes: Bytes that all processes together need not read.
+        teams: The distinct divisions of the processes into teams, each with the indexes of the arrays that use it.
+        spared_bytes: Total bytes that sharing saves over all processes.
     """
 
     def __init__(self, wanted: Sequence[WantedArray], processes: int) -> None:
@@ -94,7 +94,7 @@ class ReadPlan:
         self._assignment = ChunkAssignment(classes, processes)
 
     def digest(self, fingerprint: str, names: Sequence[str]) -> str:
-        """Return text that is the same if the plan, the names of the arrays and the checkpoint are the same."""
+        """Return a digest of the plan, the array names and the checkpoint, for comparison between processes."""
         digest = hashlib.sha256(fingerprint.encode())
         # Thousands of arrays may share one list of parts.
         distinct = {id(array.parts): array.parts for array in self._wanted}
@@ -105,7 +105,7 @@ class ReadPlan:
         return digest.hexdigest()
 
     def pieces(self, process: int, teams: Teams) -> list[Piece]:
-        """Return the chunks that a process reads of the arrays that are shared in these teams, in their order."""
+        """Return the chunks that a process reads from the arrays shared within these teams, in order."""
         arrays, chunks = self._assignment.chunks_of(process)
         here = np.isin(arrays, self.teams[teams])
         pieces = []
@@ -116,23 +116,23 @@ class ReadPlan:
 
 
 def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
-    """Return the teams of an array, the team of each chunk, and the number of chunks read less; None if not shared."""
+    """Return an array's teams, the team of each chunk, and the number of chunk reads saved; None if not shared."""
     everyone: Teams = (tuple(range(processes)),)
     count = wanted.chunks
     if count == 0 or wanted.itemsize == 0:
         return None
     if wanted.parts is None:
         return everyone, np.zeros(count, np.int32), (processes - 1) * count
-    team_of = list(range(processes))  # the parent of each process in the tree of its team, whose root is the first
+    team_of = list(range(processes))  # union-find: the parent of each process; the first process of a team is the root
 
     def first(process: int) -> int:
         while team_of[process] != process:
             process = team_of[process]
         return process
 
-    owners = np.full(wanted.grid, -1, np.int32)  # a process of the team of each chunk
+    owners = np.full(wanted.grid, -1, np.int32)  # for each chunk, one process of its team
     numbers = np.arange(count).reshape(wanted.grid)
-    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # by the processes that want them
+    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers by the processes that want them
     for part in wanted.parts:
         if 0 in part.shape:
             continue
@@ -144,7 +144,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
         owners[cells] = min(together)
         chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
     if (owners < 0).any():
-        return None  # no process wants some of its chunks, for example if the array is cut to a smaller shape
+        return None  # some chunks are wanted by no process, for example if the array is cut to a smaller shape
     reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
     if reads <= _TOO_OFTEN * count:
         return None
@@ -160,28 +160,28 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
 
 
 class SharedReads:
-    """The reads of one restore that all processes of a program make together.
+    """The shared reads of one restore, which all processes of a program perform together.
 
     Every process calls `read` for the same trees in the same order, and then `leave`. A process that reads less than
     the others, or reads damaged data again, calls `leave` earlier. A process whose restore fails calls `fail`.
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
-        """Prepare; ``always`` also shares few bytes, and bytes that one machine reads from its disk."""
+        """Prepare; ``always`` shares reads even if they are small, or if all processes run on one machine."""
         self._rendezvous = rendezvous
         self._transport = transport
         self._timeout = timeout
         self._always = always
         self._call = 0
-        self._awaited: str | None = "plan"  # the message that the others wait for; None if they wait no more
+        self._awaited: str | None = "plan"  # topic that the others are waiting for; None if they no longer wait
 
     def fail(self, error: BaseException) -> None:
-        """Report to the others, which may wait for this process, that it shares nothing more. Never raises."""
+        """Report the failure to the other processes, which may be waiting for this one. Never raises."""
         self._awaited = None
         self._rendezvous.fail(error)
 
     def leave(self) -> None:
-        """Share nothing more; the others, which may wait for this process, read alone what they still need."""
+        """Stop sharing; the other processes, which may be waiting for this one, read the rest on their own."""
         if self._awaited == "plan":
             self._together("plan", {"plan": None}, agreed_lengths)
         elif self._awaited == "read":
@@ -189,7 +189,7 @@ class SharedReads:
         self._awaited = None
 
     def close(self) -> None:
-        """End the connections; each process then reads alone."""
+        """Close the connections; from then on each process reads on its own."""
         self._awaited = None
         self._transport.close()
         self._rendezvous.close()
@@ -198,10 +198,10 @@ class SharedReads:
         self,
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
-        parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes want; None: all of it
-        boxes: Mapping[int, Sequence[Box]],  # the boxes that this process wants; all of a leaf without boxes
+        parts: Sequence[Sequence[Part] | None],  # per leaf, the parts that processes want; None: the whole leaf
+        boxes: Mapping[int, Sequence[Box]],  # by leaf index, the boxes this process wants; the whole leaf if missing
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes want, each chunk once; return them by the position of the leaf."""
+        """Read the arrays that several processes want, each chunk only once; return them by leaf index."""
         # If the data that this process reads is damaged, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}
@@ -227,7 +227,7 @@ class SharedReads:
         lengths: list[int] | None = self._together("plan", facts, agreed_lengths)
         if lengths is None:
             self._next_call()
-        if not lengths:  # after different plans, the processes may read different trees, too
+        if not lengths:  # none shared, or the plans differ: then the processes may not even be reading the same trees
             return {}
         gathers = self._connected(plan, lengths)
         if not gathers:
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report whether this process has its share; return True if all have. Otherwise each must read alone."""
+        """Report whether this process has read its share; return True if all have. If not, each must read alone."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads on its own what it still needs: %s", problem)
         return problem is None
@@ -266,7 +266,7 @@ class SharedReads:
         self._awaited = "plan"
 
     def _connected(self, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
-        """Connect all teams; return for each division the bytes of one all-gather, and the function for it."""
+        """Connect all teams; return the all-gather function and its message size in bytes for each division."""
         problem: str | None = None
         gathers = []
         try:
@@ -279,7 +279,7 @@ class SharedReads:
         except Exception as error:
             problem = f"process {self._rendezvous.index}: {type(error).__name__}: {error}"
         if (problem := self._together("connect", problem, _any)) is not None:
-            # Networks that collective operations cannot use are no reason to fail.
+            # A restore must not fail only because the network does not support collective operations.
             _logger.warning(
                 "each process reads all that it restores, as the processes cannot hand on arrays: %s", problem
             )
@@ -297,7 +297,7 @@ class SharedReads:
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Return the most bytes that a process reads in each division; [] for other plans, None if reads are not shared."""
+    """Return the largest share in bytes for each division; [] if the plans differ, None if sharing is not worth it."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
     if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):
@@ -315,7 +315,7 @@ def _any(values: Sequence[bytes]) -> bytes:
 def _read_pieces(
     source: TreeSource, leaves: Sequence[SavedLeaf], shares: Sequence[Sequence[Piece]]
 ) -> list[list[NDArray[Any]]]:
-    """Read the shares of this process, all at once."""
+    """Read all shares of this process in one call."""
     boxes: dict[int, list[Box]] = {}
     for share in shares:
         for piece in share:
@@ -326,7 +326,7 @@ def _read_pieces(
 
 
 def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
-    """Generate the bytes of arrays, ``nbytes`` at a time, then arbitrary bytes; free the arrays that were sent."""
+    """Yield the arrays as messages of ``nbytes``, then endless padding; each array is freed once it is sent."""
     waiting = arrays[::-1]
     arrays.clear()
     left: Bytes = np.empty(0, np.uint8)
@@ -343,7 +343,7 @@ def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
 
 
 def _incoming(pieces: Sequence[Piece], outputs: _Outputs) -> Generator[None, Bytes, None]:
-    """Receive the bytes of the pieces that a process reads, in any parts, and copy the pieces into the outputs."""
+    """Receive the pieces of one process as a byte stream in messages of any size, and copy them into the outputs."""
     data = yield
     for piece in pieces:
         if not data.size:
@@ -364,7 +364,7 @@ def _incoming(pieces: Sequence[Piece], outputs: _Outputs) -> Generator[None, Byt
 
 
 class _Outputs:
-    """The boxes of arrays that this process wants, which take memory when a first piece arrives."""
+    """The array boxes that this process wants; memory is allocated when the first piece of an array arrives."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], boxes: Sequence[Sequence[Box]]) -> None:
         self._dtypes = dtypes

@@ -1,7 +1,7 @@
-"""Copies of arrays that the training loop will change, in memory that is reused from save to save.
+"""Snapshots of arrays that the training loop will change, in a buffer that is reused from save to save.
 
-A run saves trees with the same structure. `KnownTree` keeps what the structure determines: from the second save on, the
-loop waits only for a comparison of containers and leaf metadata, and for the copy.
+A run saves trees of the same structure. `KnownTree` caches what depends only on the structure: from the second save on,
+the loop waits only for the copy and for a comparison of containers and leaf metadata.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .digests import Bytes
 from .plan import HostLeaf, batches
 
 _ALIGNMENT = 64
-_SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread
-_BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
+_SHARED = 64 << 20  # bytes; smaller snapshots are copied by one thread
+_BATCH = 4 << 20  # bytes of small tensors per batch, which one thread copies
 
 _Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
-_HELD = ValueLeaf({})  # represents a leaf that is not copied
+_HELD = ValueLeaf({})  # placeholder for a leaf that is not copied
 
 
 class Snapshot(list[HostLeaf]):
-    """Leaves whose arrays are in a staging buffer; the buffer is reused once this list is gone."""
+    """Leaves whose arrays are in a staging buffer; the buffer is reused once this list is garbage-collected."""
 
     def __init__(
         self, leaves: Sequence[HostLeaf] = (), known_leaves: KnownLeaves | None = None, held: Sequence[Any] = ()
@@ -55,7 +55,7 @@ class Snapshot(list[HostLeaf]):
         self.arrival: Arrival | None = None  # pending copies from accelerators
 
     def complete(self) -> None:
-        """Describe the leaves that were not copied, before the list is read; this runs in the background."""
+        """Describe the leaves that were not copied; must be called, in the background, before the list is read."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.to_numpy()
@@ -65,7 +65,7 @@ class Snapshot(list[HostLeaf]):
             self._known_leaves, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for accelerators; generate how many of the first leaves may be read, finally the number of leaves."""
+        """Wait for copies from accelerators; yield how many leading leaves are readable, until all are."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None
@@ -73,7 +73,7 @@ class Snapshot(list[HostLeaf]):
 
 
 class StagingBuffer:
-    """Memory for the snapshot of one tree; it grows to the largest tree and is kept.
+    """Reusable memory for the snapshot of one tree; it grows to the size of the largest tree.
 
     Fresh memory costs several times as much as the copy itself, because the system provides it page by page; only the
     first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for what accelerators copy. ``lock`` is
@@ -83,7 +83,7 @@ class StagingBuffer:
     def __init__(self, pinned_bytes: int = 0) -> None:
         self.lock = Lock()
         self.pinned_bytes = pinned_bytes
-        self._pinned: PinnedMemory | None = None  # made when it is needed
+        self._pinned: PinnedMemory | None = None  # allocated when needed
         self.memory: Bytes = np.empty(0, np.uint8)
         self._last: weakref.ref[Snapshot] | None = None
 
@@ -96,17 +96,17 @@ class StagingBuffer:
 
     @property
     def is_free(self) -> bool:
-        """True if the last snapshot is gone."""
+        """True if the last snapshot is no longer in use."""
         return self._last is None or self._last() is None
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if not self.is_free:
-            # One handler saves two items: the copies of the other item are not written yet.
+            # The last snapshot is not written yet, for example if one handler saves two items: leave it its memory.
             self.memory = np.empty(0, np.uint8)
             self._pinned = None
         on_host, on_devices = snapshot_bytes(leaves)
         if on_host > self.memory.nbytes:
-            self.memory = np.empty(0, np.uint8)  # freed first: never hold both
+            self.memory = np.empty(0, np.uint8)  # free the old buffer first, to never hold both
             self.memory = aligned_empty(on_host)
         pinned = self._pinned
         if on_devices:
@@ -138,17 +138,17 @@ class StagingBuffer:
         return copies
 
     def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
-        """Fill a snapshot, which then uses this memory; copies from accelerators may still run after the call."""
+        """Fill a snapshot, which then occupies the buffer; copies from accelerators may continue after the call."""
         self._last = weakref.ref(copies)
         if started:
             assert self._pinned is not None
             copies.arrival = self._pinned.start(started)
-        # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
+        # Two threads for a large snapshot, as one core cannot saturate the memory bandwidth.
         parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
 
 
 class KnownTree:
-    """The structure of a saved tree, which takes snapshots of later trees with the same structure.
+    """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
     refuses a tree with any difference that affects what is stored. ``copies``, the snapshot of the leaves in the
@@ -167,7 +167,7 @@ class KnownTree:
         self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
 
     def settle(self, structure: TreeDef | None, copies: Snapshot) -> None:
-        """Prepare for the next tree; this runs in the background."""
+        """Prepare for the snapshot of the next tree; runs in the background."""
         self.outline = Outline(structure)
         self._copies = [leaf if copied else _HELD for leaf, copied in zip(copies, self._is_copied, strict=True)]
         self._nbytes = sum(piece.array.nbytes for leaf in self._copies for piece in _pieces(leaf))
@@ -178,14 +178,14 @@ class KnownTree:
         self._tensors = [([tensors[number] for number in batch], batch[0]) for batch in numbers]
 
     def snapshot(self, tree: Any) -> Snapshot | None:
-        """Copy a tree over the last one; None if it differs, or the last snapshot is still needed."""
+        """Copy a tree over the last snapshot; None if the structure differs, or that snapshot is still in use."""
         if not self._staging.is_free or self._staging.memory is not self._memory:
             return None
         with collection_paused():
             try:
                 values = self.outline.leaves_of(tree)
                 taken = None if values is None else self._leaves.take(values)
-            except Exception:  # an ordinary snapshot raises it again, with the name of the leaf
+            except Exception:  # the regular snapshot will raise it again, with the leaf's name
                 return None
             if taken is None:
                 return None
@@ -211,7 +211,7 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Generate each copy with its source: the part of a piece that holds all of it."""
+    """Yield each copy with its source, the corresponding part of a piece."""
     if [copy.box for copy in copies] == [piece.box for piece in pieces]:
         yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return
@@ -229,7 +229,7 @@ def _copy(pair: _Copy) -> None:
 
 
 def snapshot_bytes(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
-    """Return the bytes that copies of leaves take: of leaves on the host, and of leaves on accelerators."""
+    """Return the snapshot size in bytes, of host arrays and of arrays on accelerators."""
     on_host = on_devices = 0
     for leaf in leaves:
         if isinstance(leaf, ArrayLeaf) and leaf.volatile:

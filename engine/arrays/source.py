@@ -1,6 +1,6 @@
-"""The protocols of trees opened for reading, of holdfast and of other libraries, and of aggregates.
+"""The protocols for reading trees, whether saved by holdfast or by other libraries, and for aggregates.
 
-Aggregate handlers put small leaves together in one file, instead of an array of the database each.
+Aggregate handlers store small leaves together in one file, instead of each as an array in the database.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..progress import NULL
 from ..pytree import EXTERNAL, ArrayLeaf, Box, Saved, TreeDocument, format_path, whole
 from ..storage import Location
 
-AGGREGATE_LIMIT = 256 << 20  # largest aggregate that is written, in bytes
+AGGREGATE_LIMIT = 256 << 20  # bytes; larger aggregates are not written
 
 
 class Problem(NamedTuple):
-    """Damage in a checkpoint: the file, the leaf (or ``""``), and what is wrong."""
+    """A problem found in a checkpoint: the file, the leaf (or ``""``), and what is wrong."""
 
     file: str
     leaf: str
@@ -46,13 +46,13 @@ class SavedLeaf(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its array's elements; 0 for a plain value."""
+        """Size of the leaf's array in bytes; 0 for a plain value."""
         dtype, shape = self.saved.dtype, self.saved.shape
         return 0 if dtype is None or shape is None else math.prod(shape) * dtype.itemsize
 
 
 class NamedVariables(Protocol):
-    """Values by the names that the library which wrote the checkpoint gives them."""
+    """A checkpoint's values under the names that the library which wrote it uses."""
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shape of every value."""
@@ -74,27 +74,27 @@ class NamedVariables(Protocol):
 
 
 class TreeSource(Protocol):
-    """One tree, opened for reading: its structure is known, no data has been read.
+    """One tree opened for reading: its structure is known, but no data has been read.
 
     Classes that read trees derive from this one. They set the three attributes and define :meth:`read_leaves`; all
-    other methods have a default that fits a format without that ability.
+    other methods have defaults for formats that lack the respective feature.
     """
 
-    location: Location  # the file or folder, for messages
+    location: Location  # the file or folder, for error messages
     tree: TreeDocument  # the containers
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
-    left_out: Sequence[str] = ()  # contents of the file that the tree lacks, one line each, with the reason
-    # The leaves that are listed and cannot be read, by name, with the reason: reading one of them is an error.
+    left_out: Sequence[str] = ()  # file contents that are not in the tree, one line each, with the reason
+    # Reasons why listed leaves are unreadable, by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
-    # The values by the names of the library that wrote them; None if those names are their paths.
+    # The values under the names of the library that wrote them; None if these names equal the leaf paths.
     variables: NamedVariables | None = None
-    # The files of the tree, if its location may hold other files; None: all that is at its location.
+    # The tree's files, if its location may hold unrelated files; None means everything at the location.
     files_read: Sequence[Location] | None = None
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
 
     def external(self) -> dict[str, int]:
-        """Return the positions in the saved tree of the leaves that only their handlers can read, by name."""
+        """Return the leaves that only a type handler can read: their positions in the saved tree, by leaf name."""
         numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
         pairs = zip(self.leaves, numbers, strict=True)
         return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
@@ -126,23 +126,23 @@ class TreeSource(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far, gaps between chunks included; 0 for a format whose own library reads it."""
+        """Bytes read so far, including gaps between chunks; 0 for formats that are read by their own library."""
         return 0
 
     @property
     def fingerprint(self) -> str:
-        """Text that differs if the path holds another checkpoint; "" for a format that cannot distinguish them."""
+        """A text that changes if another checkpoint is put at the path; "" for formats that cannot tell."""
         return ""
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        """Return the shape of the parts in which :meth:`read_boxes` reads an array; by default, all of the array."""
+        """Return the chunk shape in which :meth:`read_boxes` reads an array; by default, the whole array."""
         return leaf.saved.shape or ()
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
-        """Read and check everything; return all damage, with leaves as ``format_path`` writes them.
+        """Read and check everything; return all problems, with leaves named as by ``format_path``.
 
-        ``advance`` takes the number of bytes that were read: of elements, or of files with a known digest. By default,
-        leaves are read one after the other; leaves that only running code could produce are skipped.
+        ``advance`` is called with the number of bytes read (of elements, or of files with a known digest). By default,
+        leaves are read one by one; leaves that cannot be restored without running code are skipped.
         """
         problems = []
         for leaf in self.leaves:
@@ -156,11 +156,11 @@ class TreeSource(Protocol):
         return problems
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        """Return the tree as it fits a template with leaves of these names.
+        """Adapt the tree to a template whose leaves have these names.
 
-        By default, ``kernel`` matches ``kernel/value`` and vice versa: variables of flax.nnx are containers of their
+        By default, ``kernel`` matches ``kernel/value`` and vice versa: flax.nnx variables are containers of their
         value, unlike plain dictionaries of the same parameters. A format that stores less than a template specifies may
-        rename more leaves, or leave out leaves that represent empty containers.
+        rename more leaves, or omit leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
         missing = {without_value(name): name for name in reversed(names) if name not in saved}
@@ -174,17 +174,17 @@ class TreeSource(Protocol):
         return PartialTree(self, {renamed.get(name, name): leaf for name, leaf in saved.items()}, self.tree)
 
     def graph_document(self) -> Any:
-        """Return the document of nodes and edges (see ``graph.json``), or None if the format has none."""
+        """Return the graph document with nodes and edges (see ``graph.json``), or None if the format has none."""
         return None
 
 
 def without_value(name: str) -> str:
-    """Return the name of a variable of flax.nnx, a container of its value, given the name of the value."""
+    """Convert the leaf name of a flax.nnx variable's value to the name of the variable."""
     return name.removesuffix(".value")
 
 
 class PartialTree(TreeSource):
-    """Some leaves of a tree, perhaps under other names."""
+    """A subset of a tree's leaves, possibly renamed."""
 
     def __init__(self, source: TreeSource, leaves: Mapping[str, SavedLeaf], tree: TreeDocument) -> None:
         self.location = source.location
@@ -216,7 +216,7 @@ class PartialTree(TreeSource):
 
 
 class MemoryTree(TreeSource):
-    """A tree that is all in memory; reading copies the arrays of its leaves."""
+    """An in-memory tree; reading copies the leaf arrays."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class MemoryTree(TreeSource):
 def damaged_leaves(
     location: Location, problems: Sequence[tuple[str, str]], *, unreadable: bool = False
 ) -> DamagedCheckpointError:
-    """Return one error for damaged leaves, given as pairs of a path and a problem."""
+    """Build one error for all damaged leaves, given as pairs of path and problem."""
     count = len({leaf for leaf, _ in problems})
     headline = f"{location} is damaged in {count} of its leaves; load another step, or load the others with select="
     lines = [f"{leaf}: {what}" for leaf, what in problems]
@@ -260,10 +260,10 @@ class AggregateHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, leaves: Mapping[str, NDArray[Any]]) -> bytes:
-        """Make the file.
+        """Return the content of the file.
 
         Args:
-            leaves: Arrays on the host by the names of their leaves; Python numbers are arrays without axes.
+            leaves: Host arrays by leaf name; Python numbers are 0-d arrays.
 
         Returns:
             The file's content.
@@ -274,11 +274,11 @@ class AggregateHandler(abc.ABC):
         """Read the file.
 
         Args:
-            content: What :meth:`serialize` returned. It matches its digest, which does not say who wrote it:
+            content: What :meth:`serialize` returned. It matches its digest, but may come from an untrusted source:
                 the content must not make this method run code, or take memory out of proportion to its size.
 
         Returns:
-            The arrays by the names of their leaves, with the dtypes and shapes that were saved.
+            The arrays by leaf name, with the saved dtypes and shapes.
 
         Raises:
             DamagedCheckpointError: The content is not what :meth:`serialize` writes.
@@ -312,13 +312,13 @@ def _array(code: int, data: bytes, _depth: int) -> NDArray[Any]:
 
 
 def aggregate_details(array: NDArray[Any], handler: AggregateHandler) -> dict[str, Any]:
-    """Return the details in ``tree.json`` of a leaf in a handler's file, besides its kind."""
+    """Return the details that ``tree.json`` stores for an aggregated leaf, in addition to its kind."""
     plain = storage_dtype(array.dtype).extra is None and array.dtype.isnative
     return {"aggregate": handler.name} | ({} if plain else {"dtype": dtype_name(array.dtype)})
 
 
 def aggregated_array(array: NDArray[Any], details: Mapping[str, Any]) -> NDArray[Any]:
-    """Return an array from a handler's file with the dtype in ``tree.json``."""
+    """Check an array from an aggregate file against ``tree.json``, and return it with the dtype given there."""
     try:
         storage_dtype(array.dtype)
     except (TypeError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""Load a saved tree into another structure; only the leaves that are needed are read.
+"""Load a saved tree into a different structure, reading only the leaves that are needed.
 
-`load_tree` reads leaves that become one leaf of the new tree unchanged. Functions of the whole tree see lazy
-containers, which read a leaf when it is indexed.
+Leaves that go unchanged into exactly one leaf of the new tree are read by `load_tree`. Functions of the whole tree get
+lazy containers, which read a leaf when it is indexed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Leaves of a saved tree, each read once and whole; arrays are read-only, as several functions may get one."""
+    """Caches leaves of a saved tree, each read once as a whole; arrays are read-only, as functions may share them."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
         self._arrays: dict[int, NDArray[Any] | None] = {}
 
     def tree(self) -> Any:
-        """Return the saved tree, whose leaves are read when they are indexed; read a tree of one bare leaf at once."""
+        """Return the saved tree as lazy containers, whose leaves are read when indexed; a bare leaf is read at once."""
         structure = self._source.tree.structure
         return self.values([0])[0] if structure is None else _lazy(self, structure, 0)
 
@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored arrays of leaves, None for plain values; read missing arrays."""
+        """Return the stored arrays of leaves, None for plain values; arrays that are not cached are read."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -77,12 +77,12 @@ class LeafCache:
 
 
 class _Lazy:
-    stop: int  # the number after its last leaf
+    stop: int  # index after its last leaf
 
     def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
         self._cache, self._node, self._start = cache, node, start
         self._positions = {key: position for position, key in enumerate(node.keys or ())}
-        self._children: list[_Lazy | int] = []  # a leaf is its number
+        self._children: list[_Lazy | int] = []  # leaves are represented by their index
         for child in node.children:
             below = start if child is None else _lazy(cache, child, start)
             self._children.append(below)
@@ -108,7 +108,7 @@ def _lazy(cache: LeafCache, node: TreeDef, start: int) -> _Lazy:
 
 
 class LazyMapping(_Lazy, Mapping[Key, Any]):
-    """A dictionary, namedtuple, dataclass or other container with keys."""
+    """A lazy dictionary, namedtuple, dataclass or other container with keys."""
 
     def __getitem__(self, key: Key) -> Any:
         return self._child(self._positions[key])
@@ -118,7 +118,7 @@ class LazyMapping(_Lazy, Mapping[Key, Any]):
 
 
 class LazySequence(_Lazy, Sequence[Any]):
-    """A list or tuple; a slice is a plain list or tuple, whose leaves are read."""
+    """A lazy list or tuple; slicing reads the leaves and returns a plain list or tuple."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -128,7 +128,7 @@ class LazySequence(_Lazy, Sequence[Any]):
 
 
 def plain(value: Any) -> Any:
-    """Read every lazy container in a value; return a value without lazy containers unchanged."""
+    """Replace all lazy containers in a value with their contents; a value without any is returned unchanged."""
     if isinstance(value, _Lazy):
         return value.read_all()
     contents = None if isinstance(value, np.ndarray) else expand(value)
@@ -141,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 def writable(tree: Any) -> Any:
-    """Return a tree of writable numpy arrays: read-only arrays, which the cache may hold, are copied."""
+    """Make all numpy arrays in a tree writable: read-only ones, which the cache may hold, are copied."""
     flat = flatten(tree)
     are_shared = [isinstance(value, np.ndarray) and not value.flags.writeable for value in flat.values]
     if not any(are_shared):
@@ -158,7 +158,7 @@ def load_transformed_tree(
     default_to_original: bool = True,
     requests: Mapping[str, LeafRequest] | None = None,
 ) -> Any:
-    """Read the leaves that `apply_transformations` would take from a saved tree, and no others."""
+    """Read only those leaves of a saved tree that `apply_transformations` would use."""
     new = flatten(new_tree)
     original = OriginalTree(
         [leaf.name for leaf in source.leaves],
@@ -171,7 +171,7 @@ def load_transformed_tree(
 
 
 class _Loader:
-    """Fills the leaves of a new tree; caches saved leaves that are used more than once, and leaves of functions."""
+    """Fills the leaves of a new tree; caches saved leaves that are used more than once or passed to functions."""
 
     def __init__(
         self, source: TreeSource, new: Flattened, origins: Sequence[Origin], requests: Mapping[str, LeafRequest]
@@ -192,7 +192,7 @@ class _Loader:
         cache, origins = self._cache, dict(enumerate(self._origins))
         computed = {number: origin for number, origin in origins.items() if isinstance(origin, Computed)}
         made = dict(evaluate(self._new, computed, run=self._run, take=self._take))
-        # Leaves that functions have read are not read again; a leaf that becomes several leaves is read once.
+        # Leaves that functions have read are not read again; a leaf that is used several times is read only once.
         taken = {number: origin for number, origin in origins.items() if isinstance(origin, Taken)}
         takers = Counter(origin.start for origin in taken.values() if origin.container is None)
         direct = {
@@ -218,7 +218,7 @@ class _Loader:
         return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
-        """Compare leaves that are not computed with the template, before any leaf is read."""
+        """Check all leaves that are not computed against the template, before reading any."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]
@@ -235,7 +235,7 @@ class _Loader:
         self._raise(differences)
 
     def _through(self, source: TreeSource, names: Mapping[int, str]) -> Iterator[tuple[int, Any]]:
-        """Load a tree whose leaves become leaves of the new tree; generate their numbers and values."""
+        """Load leaves that become leaves of the new tree, given by index and saved name; yield indexes and values."""
         if not names:
             return
         leaves = TreeDef("list", None, [None] * len(names), list)
@@ -247,7 +247,7 @@ class _Loader:
         return self._new.names[number] in self._requests
 
     def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
-        """Fit values, and cached leaves by their number, to the template as if they had been saved."""
+        """Convert computed values, and cached leaves, to what the template asks for, as if they had been saved."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}

@@ -1,6 +1,6 @@
-"""Write one tree into its folder: each process writes data files, process 0 the index and the tree's structure.
+"""Write a tree into its folder: every process writes data files; process 0 writes the index and ``tree.json``.
 
-Data files and index are durable before the caller writes its commit record. Without that record, no checkpoint exists.
+Data files and the index are durable before the caller writes the commit record; until then, no checkpoint exists.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from .plan import Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
-_WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it
-_ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
-_LEAF_BYTES = 256  # bytes that a leaf takes in the index and ``tree.json``, more or less
-_SHOWN = 60  # characters of a value in an error
-_NAME_LIMIT = 60_000  # bytes; the index appends chunk numbers to a name
+_WORTH = 64 << 10  # bytes per leaf; copying less is cheaper than computing which process writes it
+_ARRAYS = {"numpy", "jax", "torch", "key"}  # the leaf kinds that are arrays
+_LEAF_BYTES = 256  # rough size of a leaf's entries in the index and ``tree.json``, in bytes
+_SHOWN = 60  # characters of a value shown in errors
+_NAME_LIMIT = 60_000  # bytes; leaves room for the chunk numbers that index keys append to a name
 
 
 def write_file(location: Location, content: bytes) -> FileRecord:
-    """Write a small file, which the commit makes durable; return its entry for the commit record."""
+    """Write a small file without fsync (the commit makes it durable); return its entry for the commit record."""
     location.write_bytes(content, atomic=False, sync=False)
     return FileRecord(len(content), crc32c(content), durable=False)
 
 
 @dataclass(frozen=True, slots=True)
 class HostTree:
-    """A tree whose leaves are on the host and do not change until the tree is written."""
+    """A tree whose leaves are on the host and stay unchanged until it is written."""
 
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # differences from the fresh state that the run began with, if they are known
+    fresh: Details | None = None  # differences from the run's initial state, if known
 
     def __post_init__(self) -> None:
-        for name in self.names:  # a character takes at most four bytes
+        for name in self.names:  # quick check first: UTF-8 takes at most 4 bytes per character
             if len(name) * 4 > _NAME_LIMIT and (size := len(name.encode())) > _NAME_LIMIT:
                 raise UnsupportedLeafError(
                     f"the leaf {format_path(name):.100}... has a path of {size} bytes, expected at most {_NAME_LIMIT}; "
@@ -63,7 +63,7 @@ class HostTree:
 
 
 class TreePlan:
-    """The parts of a save that the structure of a tree determines; later saves of like trees reuse them."""
+    """The parts of a save that depend only on the tree's structure; later saves of similar trees reuse them."""
 
     def __init__(self) -> None:
         self.catalog: Catalog | None = None
@@ -71,7 +71,7 @@ class TreePlan:
         self._document: tuple[list[dict[str, Any]], bytes] | None = None
 
     def chunks_of(self, catalog: Catalog, member: ProcessInfo) -> ChunkIds:
-        """Return the chunks that a process writes, in the order of the tree."""
+        """Return the chunks that a process writes, in tree order."""
         key = member.index, member.count
         if key not in self._chunks:
             alone = member.count == 1
@@ -80,8 +80,8 @@ class TreePlan:
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return ``tree.json``: the last document, if no value in it has changed."""
-        last = self._document  # two saves of like trees may run at the same time
+        """Return ``tree.json``; the last one is reused if no value in it has changed."""
+        last = self._document  # read once: two saves of similar trees may run concurrently
         if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
             last = self._document = documents, encode_document(TREE_KIND, {"tree": content})
@@ -100,16 +100,16 @@ class TreeWriter:
         reuse: WrittenSteps | None = None,
     ) -> None:
         self.plan = plan or TreePlan()
-        self.when_written: Callable[[], None] | None = None  # called once this process's share is written
-        self._fragment: Fragment | None = None  # the fragment of this process, if it is alone
+        self.when_written: Callable[[], None] | None = None  # called after this process has written its share
+        self._fragment: Fragment | None = None  # this process's fragment, if it saves alone
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
-        self._compression = compression  # compression levels of single leaves, by name
+        self._compression = compression  # compression level overrides by leaf name
         self._chunk_bytes = chunk_bytes
 
     def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo, *, worth: int = _WORTH) -> Snapshot:
-        """Copy arrays that may change before the tree is written; return the copies."""
+        """Copy the arrays that may change before the tree is written; return the copies."""
         leaves = self._tree.leaves
         if member.count > 1 and sum(snapshot_bytes(leaves)) >= worth * len(leaves):
             leaves = _needed(self._catalog, leaves, self.plan.chunks_of(self._catalog, member))
@@ -118,7 +118,7 @@ class TreeWriter:
         return copies
 
     def estimate_bytes(self) -> int:
-        """Return about how many bytes all arrays, the index and ``tree.json`` take."""
+        """Return the approximate total size in bytes of all arrays, the index and ``tree.json``."""
         leaves = self._tree.leaves
         if isinstance(leaves, Snapshot):
             leaves.complete()
@@ -126,13 +126,13 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks, durably unless it is alone; return its fragment for process 0, if any."""
+        """Write this process's chunks, with fsync unless it saves alone; return its fragment for process 0, if any."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
         data.make_directory(sync=False)  # the commit syncs the folder around it
         sync = member.count > 1
-        token = xxhash.xxh32_hexdigest((member.token or os.urandom(16).hex()).encode())  # begins the files' names
+        token = xxhash.xxh32_hexdigest((member.token or os.urandom(16).hex()).encode())  # prefix of the file names
         chunks = self.plan.chunks_of(self._catalog, member)
         sources = self._sources(chunks)
         layout = self._layout if location.is_local else self._layout.for_uploads()
@@ -196,7 +196,7 @@ class TreeWriter:
         return b""
 
     def _in_turn(self, chunks: ChunkIds) -> Iterator[ChunkIds]:
-        """Generate groups of chunks as they arrive on the host, so that writes overlap with copies from devices."""
+        """Yield groups of chunks as they arrive on the host, so that writing overlaps with copying from devices."""
         leaves = self._tree.leaves
         positions = self._catalog.positions[chunks[0]]
         start = 0
@@ -207,7 +207,7 @@ class TreeWriter:
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes], *, describes: bool = True) -> dict[str, FileRecord]:
-        """Write the index over the chunks of all processes and, with ``describes``, the tree's structure."""
+        """Write the index of all processes' chunks and, with ``describes``, ``tree.json``."""
         if self._fragment is not None:
             index, written = merge_fragments(self._catalog, [self._fragment], 1)
         else:
@@ -234,7 +234,7 @@ class TreeWriter:
         return self.plan.catalog
 
     def _divided(self, groups: Sequence[ChunkIds]) -> tuple[list[ChunkIds], list[list[ChunkToCompress]]]:
-        """Divide each group of chunks into chunks to store as they are and chunks to compress."""
+        """Split each group into chunks to store uncompressed and chunks to compress."""
         levels = self._catalog.column(lambda encoding: encoding.compression or 0)
         plain: list[ChunkIds] = []
         packed: list[list[ChunkToCompress]] = []
@@ -259,7 +259,7 @@ class TreeWriter:
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return plain values, and 0-d arrays of all processes, by name: processes at different steps differ in them."""
+    """Return plain values and unsharded 0-d arrays as text, by name, to detect processes at different steps."""
     lines = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):
@@ -273,7 +273,7 @@ def _plain_values(tree: HostTree) -> dict[str, str]:
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text on one line; the rest of a long text is replaced with a digest of all of it."""
+    """Return a text on one line; a long text is cut, and a digest of all of it is appended."""
     if len(text) <= _SHOWN and text.isprintable():
         return text
     digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
@@ -281,14 +281,14 @@ def _on_one_line(text: str) -> str:
 
 
 def _raw(piece: Piece, extra: int) -> Piece:
-    """Return a piece as bytes, with one more axis for the bytes of an element."""
+    """View a piece as bytes, with an additional axis for the bytes of each element."""
     array = np.ascontiguousarray(piece.array).reshape(piece.array.shape)
     raw = array.reshape(-1).view(np.uint8) if extra else np.empty(0, np.uint8)
     return Piece((*piece.start, 0), raw.reshape(*array.shape, extra))
 
 
 def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> list[HostLeaf]:
-    """Cut leaves down to the chunks that a process writes."""
+    """Reduce leaves to the chunks that a process writes."""
     needed = list(leaves)
     arrays, numbers = chunks
     order = np.lexsort((numbers, arrays))
@@ -299,7 +299,7 @@ def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> l
         leaf = leaves[position]
         if not isinstance(leaf, ArrayLeaf) or not leaf.volatile or not leaf.shape:
             continue
-        # Elements stored as bytes have an axis that the leaf does not have.
+        # Dtypes that are stored as bytes are left whole: their chunks have one more axis than the leaf.
         if len(written) < encoding.spec.chunks and encoding.stored.extra is None:
             boxes = list(_boxes(encoding.spec, written))
             needed[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])
@@ -307,7 +307,7 @@ def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> l
 
 
 def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
-    """Generate the boxes that chunks of an array cover, in ascending order; adjacent boxes are joined."""
+    """Yield the boxes that an array's chunks cover, in ascending order; adjacent boxes are merged."""
     current: Box | None = None
     for number in numbers.tolist():
         new = spec.chunk_box(number)

@@ -1,4 +1,4 @@
-"""One checkpoint: the commit protocol, saves at once and in the background."""
+"""Single checkpoints: the commit protocol, and synchronous and background saves."""
 
 import lazy_loader
 

@@ -22,23 +22,23 @@ from ..streams import handlers_of
 
 _logger = logging.getLogger("holdfast")
 
-_HEAD_START = 0.005  # seconds, at most
+_HEAD_START = 0.005  # seconds that a save's thread waits at most, so that the training loop continues first
 
 
 class _UnderWay(NamedTuple):
     thread: Helper
-    awaited: threading.Event  # set when the program waits for the save
-    what: str  # names the save in errors
+    awaited: threading.Event  # set once the program waits for the save
+    what: str  # description of the save for error messages
     step: int | None
 
 
 class BackgroundSave:
-    """Runs at most one save at a time, and keeps its error until it is raised."""
+    """Runs at most one background save at a time, and keeps its error until it is raised."""
 
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
-        self._current: _UnderWay | None = None  # or the last save, until something waits for it
-        self._changing = Lock()  # guards `_current`: several threads of the program may save and wait
+        self._current: _UnderWay | None = None  # the running save, or the last one until it is waited for
+        self._changing = Lock()  # guards `_current`, as several threads may save and wait
         self._error: SaveFailedError | None = None
 
     @property
@@ -55,15 +55,15 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run work on a new thread, with an event that is set when the program waits; then call ``ended`` there."""
+        """Run work on a new thread, then call ``ended`` there; the event it gets is set once the program waits."""
 
         def run() -> None:
-            # The loop continues first: this thread could block the interpreter for milliseconds.
+            # Let the training loop continue first: this thread may hold the GIL for milliseconds.
             started.acquire(timeout=_HEAD_START)
             result = failure = None
             try:
                 result = work(awaited)
-            except BaseException as error:  # the caller's thread raises it later
+            except BaseException as error:  # raised later, on the caller's thread
                 failure = error if isinstance(error, SaveFailedError) else None
                 if failure is None:
                     failure = SaveFailedError(f"{what} was not saved: {describe_error(error)}", step)
@@ -76,7 +76,7 @@ class BackgroundSave:
                 ended(result, failure)
 
         awaited = threading.Event()
-        started = threading.Lock()  # of this call: a process that the loop forks now needs no lock of the thread
+        started = threading.Lock()  # local to this call: a process forked now needs no lock of the thread
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
@@ -86,21 +86,21 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # an interrupt, after which the thread may run, or the system has no more threads
+            except BaseException:  # an interrupt, in which case the thread may be running, or no more threads available
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
         started.release()
 
     def hurry(self) -> None:
-        """Signal to the save that is under way that the program waits for it."""
+        """Tell the running save that the program is waiting for it."""
         if (current := self._current) is not None:
             current.awaited.set()
 
     def join(self) -> None:
-        """Wait until no save is under way; keep its error."""
+        """Wait until no save is under way; its error is kept, not raised."""
         while True:
-            with self._changing:  # another thread that begins a save has started it then
+            with self._changing:  # lets another thread finish starting its save
                 current = self._current
             if current is None:
                 return
@@ -113,32 +113,32 @@ class BackgroundSave:
                     current.step,
                 )
             with self._changing:
-                if self._current is current:  # otherwise another thread has begun the next save
+                if self._current is current:  # unless another thread has begun the next save
                     self._current = None
 
     @property
     def has_missed_a_process(self) -> bool:
-        """True if the last save failed because another process did not answer, and the error was not raised yet."""
+        """True if the last save failed because another process did not respond, and the error was not raised yet."""
         return self._error is not None and missed_a_process(self._error.__cause__)
 
     def take_error(self) -> SaveFailedError | None:
-        """Return the error of the last save and forget it, so that it is raised once."""
+        """Return the last save's error and clear it, so that it is raised only once."""
         error, self._error = self._error, None
         _unraised.discard(self)
         return error
 
     def wait(self) -> None:
-        """Wait until no save is under way; raise its error."""
+        """Wait until no save is under way; raise its error, if any."""
         self.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a failed save that was not raised yet; do not wait."""
+        """Raise the error of a failed save if it was not raised yet; does not wait."""
         if (error := self.take_error()) is not None:
             raise error
 
 
-_unraised: set[BackgroundSave] = set()  # saves with an error; a program may drop its manager before it ends
+_unraised: set[BackgroundSave] = set()  # with an unraised error; outlive a manager that the program drops
 
 _running: set[BackgroundSave] = set()
 
@@ -146,12 +146,12 @@ _last_words: list[Callable[[], None]] = []
 
 
 def at_exit(speak: Callable[[], None]) -> None:
-    """Call a function as the interpreter exits, when all saves have ended or were given up."""
+    """Register a function to call at interpreter exit, after all saves have ended or were abandoned."""
     _last_words.append(speak)
 
 
 def _wait_at_exit() -> None:
-    """Wait for saves after the main thread has ended: the interpreter would wait for a hanging save for ever."""
+    """Wait for saves after the main thread has ended, but not forever, as the interpreter would if one hangs."""
     hanging = []
     for save in list(_running):
         try:
@@ -163,7 +163,7 @@ def _wait_at_exit() -> None:
 
 
 def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
-    """Report errors that were not raised, after all saves have ended or were given up."""
+    """Report errors that were never raised, after all saves have ended or were abandoned."""
     for speak in _last_words:
         speak()
     errors = [*hanging, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]
@@ -179,14 +179,14 @@ def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # nothing else gives the process a non-zero status at this point
+    os._exit(1)  # the only way to set a non-zero exit status at this point
 
 
-# Exit functions run in reverse order. This one ends the process; registered when the engine is loaded, it runs after
-# the exit functions of the program.
+# Exit functions run in reverse order. This one ends the process; as it is registered when the engine is loaded, it
+# runs after the program's own exit functions.
 atexit.register(_report_at_exit)
 
-# `concurrent.futures` does the same: ordinary exit functions run only after all threads have ended.
+# As in `concurrent.futures`: ordinary exit functions would run only after all threads have ended.
 _register_early = getattr(threading, "_register_atexit", None)
 if _register_early is not None:
     _register_early(_wait_at_exit)

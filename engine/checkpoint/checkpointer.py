@@ -1,6 +1,6 @@
-"""Checkpointers: one object at one path, saved and restored atomically, at once or in the background.
+"""Checkpointers save one object to one path atomically, synchronously or in the background, and restore it.
 
-The classes at the end read the items of a checkpoint with handlers: a checkpoint of holdfast, or of another library.
+The classes at the end read items with handlers, from holdfast checkpoints and from those of other libraries.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Checkpointer:
     In a program of several processes all of them call ``save`` with the same path, and write one checkpoint together.
 
     Args:
-        handler: Writes and reads objects of one kind.
-        clock: Gives the time of the commit.
+        handler: Writes and reads one kind of object.
+        clock: Provides the time of the commit.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` saves from this process alone.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
@@ -72,7 +72,7 @@ class Checkpointer:
 
     @cached_property
     def _processes(self) -> ProcessGroup:
-        # A program may make a checkpointer before its processes are connected.
+        # Lazy: a program may make a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
@@ -130,7 +130,7 @@ class Checkpointer:
         )
 
     def _complete(self, save: Save, awaited: threading.Event | None = None) -> SaveReport | None:
-        """Write and commit a save; None if it was given up before."""
+        """Write and commit a save; return None if it was abandoned before."""
         with save.completing() as claimed:
             if not claimed:
                 return None
@@ -168,9 +168,9 @@ class AsyncCheckpointer(Checkpointer):
     happens nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
 
     Args:
-        handler: Writes and reads objects of one kind.
-        timeout_secs: How long waiting for a save may take, in seconds, before it is an error.
-        clock: Gives the time of the commit.
+        handler: Writes and reads one kind of object.
+        timeout_secs: Maximum time to wait for a save, in seconds; longer is an error.
+        clock: Provides the time of the commit.
         coordinator: How processes find each other; None detects it.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
     """
@@ -219,7 +219,7 @@ class AsyncCheckpointer(Checkpointer):
     def _start(self, save: Save, path: Place, **ended: Any) -> None:
         try:
             self._save.start(functools.partial(self._complete, save), what=str(as_location(path)), **ended)
-        except BaseException as error:  # an interrupt, or the system has no more threads
+        except BaseException as error:  # an interrupt, or no more threads can be started
             save.give_up(error)
             raise
 
@@ -248,7 +248,7 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def start_save(handler: AsyncCheckpointHandler, path: Place, item: Any, *, force: bool) -> Future[SaveReport]:
-    """Take a snapshot of an object and save it in the background; several saves may run at a time."""
+    """Take a snapshot of an object and save it in the background; several such saves may run concurrently."""
     from .futures import SaveFuture  # imported lazily: concurrent.futures takes longer than a whole save
 
     checkpointer = AsyncCheckpointer(handler)
@@ -273,7 +273,7 @@ class PyTreeCheckpointer(Checkpointer):
 
 
 class OwnItems:
-    """The items that a commit record names."""
+    """The items of a holdfast checkpoint, as listed in its commit record."""
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         self.location = location
@@ -281,11 +281,11 @@ class OwnItems:
         self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item that a checkpointer without names restores."""
+        """Return the name of the item that a checkpointer, which saves unnamed objects, restores."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read an item back; raise OptionError if a handler of another kind wrote it."""
+        """Read an item back; raise OptionError if it was written by a handler of another kind."""
         saved = self.record.items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:
@@ -301,7 +301,7 @@ class OwnItems:
             raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
 
     def structure(self, name: str, handler: CheckpointHandler) -> Any:
-        """Describe an item without reading its data; return None if its handler cannot."""
+        """Describe an item without reading its data; None if its handler does not support this."""
         saved = self.record.items[name]
         return handler.structure(self.location / saved.folder, **_records(handler, saved))
 
@@ -311,7 +311,7 @@ def _records(handler: CheckpointHandler, saved: ItemRecord) -> dict[str, Any]:
 
 
 class OtherItems:
-    """The items of a checkpoint of another library, with the methods of :class:`OwnItems`: trees and JSON."""
+    """The items (trees and JSON) of another library's checkpoint, with the interface of :class:`OwnItems`."""
 
     def __init__(self, source: CheckpointSource) -> None:
         self.location = source.location

@@ -1,4 +1,4 @@
-"""The commit protocol: how a checkpoint of any kind comes to exist, and is replaced.
+"""The commit protocol: how a checkpoint of any kind is created or replaced atomically.
 
 A save writes a marker into the checkpoint's directory, writes each item into a folder, makes everything durable, and
 writes the commit record last, in one atomic step. A crash before that leaves the previous state. To replace a
@@ -67,7 +67,7 @@ from .removal import (
 
 
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
-    """Write or replace the commit record, atomically and durably, after making ``before`` durable."""
+    """Write or replace the commit record, atomically and durably, after syncing the paths in ``before``."""
     content = record.encode()
     with answered(location, content):
         (location / RECORD).write_bytes(content, before=before)
@@ -75,7 +75,7 @@ def write_record(location: Location, record: CheckpointRecord, *, before: Sequen
 
 @contextlib.contextmanager
 def answered(location: Location, content: bytes) -> Iterator[None]:
-    """Suppress the error of a request without an answer that has written the record."""
+    """Suppress the error of a request that got no response, if it has written the record nevertheless."""
     try:
         yield
     except StorageUnavailableError:
@@ -88,47 +88,47 @@ def answered(location: Location, content: bytes) -> Iterator[None]:
 
 
 class Phase(Enum):
-    """The progress of a save, which decides what may be removed if it is given up."""
+    """The progress of a save; it determines what may be removed if the save is given up."""
 
-    PLANNED = auto()  # nothing is written
-    BEGUN = auto()  # the directory may exist; a marker in it belongs to another save
-    CLAIMED = auto()  # the marker belongs to this save, and may be incomplete
+    PLANNED = auto()  # nothing has been written
+    BEGUN = auto()  # the directory may exist, but a marker in it belongs to another save
+    CLAIMED = auto()  # the marker belongs to this save, but may be incomplete
     WRITING = auto()  # the marker, if there is one, is complete
-    WITHDRAWN = auto()  # the record was removed again, and the marker of a deletion says so
+    WITHDRAWN = auto()  # the record was removed again, and a deletion marker was written
     LOST = auto()  # another save was committed first
-    RECORDED = auto()  # the record may be in place, and the data may be the only copy
-    OVERTAKEN = auto()  # committed, and another save has begun since
+    RECORDED = auto()  # the record may be in place, so the data must not be removed
+    OVERTAKEN = auto()  # committed, but another save has begun since
     COMMITTED = auto()
 
 
 class Guard(Enum):
-    """What keeps saves to one path apart."""
+    """How concurrent saves to one path are kept apart."""
 
-    MARKER = auto()  # the marker alone: of two saves, the one that began later wins
-    CONDITION = auto()  # a marker, and the store accepts the record only if no other save has written one
-    ARCHIVES = auto()  # the same without a marker, as archives show that a save wrote them
+    MARKER = auto()  # by the marker alone: of two saves, the one that began later wins
+    CONDITION = auto()  # by a marker and a conditional write, rejected if another save has written a record
+    ARCHIVES = auto()  # by the conditional write without a marker, as archives identify themselves as written by a save
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
 
 
 class PendingCheckpoint(ABC):
-    """A checkpoint that is being written, and does not exist yet; nothing is written before :meth:`begin`.
+    """A checkpoint that is being written and not yet committed; nothing is written before :meth:`begin`.
 
     Args:
         location: Its directory.
-        items: The names of its items.
-        overwrite: Whether it may replace a checkpoint.
+        items: Its item names.
+        overwrite: Whether it may replace an existing checkpoint.
         owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
             marker of another save then belongs to a superseded run, which will not commit.
-        parts: What the kind of checkpoint adds to the commit.
+        parts: The commit hooks of this kind of checkpoint.
         copies: The fingerprint of the original, if this checkpoint is a copy.
 
     Attributes:
         token: Distinguishes this save from all others.
-        paths: The paths of the folders and archives of its items, by item.
+        paths: The relative paths of its item folders and archives, by item.
         folders: Their locations.
-        continues: Whether this copy continues an interrupted copy of the same checkpoint, with the files that it has.
+        continues: Whether this copy continues an interrupted copy of the same checkpoint and reuses its files.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class PendingCheckpoint(ABC):
         self._marker_size = 0
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
-        self._leftovers: set[str] = set()  # what is removed once this save is committed
+        self._leftovers: set[str] = set()  # paths to remove once this save is committed
         self._plan(list(items), overwrite=overwrite)
 
     @property
@@ -164,7 +164,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Make folders, except for items in ``archives``, and mark the directory so that a crash is explained."""
+        """Write the marker, which identifies a crashed save, and make the folders of items not in ``archives``."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -175,7 +175,7 @@ class PendingCheckpoint(ABC):
         self._begin(archives)
 
     def commit(self, record: CheckpointRecord) -> None:
-        """Make the items durable, and then the checkpoint exist."""
+        """Make the items durable, then write the record, which makes the checkpoint exist."""
         if not (self._is_alone or self._holds_path()):
             raise self._lock.conflict()
         if self._old is not None:
@@ -204,14 +204,14 @@ class PendingCheckpoint(ABC):
             raise self._lock.conflict() from error
 
     def leave(self) -> None:
-        """Release the lock, and leave the files to the next run, which removes them."""
+        """Release the lock, but leave the files for the next run to remove."""
         self._lock.release()
 
     # ---- the steps that differ between file systems and object stores
 
     @abstractmethod
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        """Read the directory, remove what an interrupted save has left, and choose the paths of the items."""
+        """Inspect the directory, remove the remains of an interrupted save, and choose the item paths."""
 
     @abstractmethod
     def _begin(self, archives: Collection[str]) -> None:
@@ -223,12 +223,12 @@ class PendingCheckpoint(ABC):
 
     @abstractmethod
     def _clear(self) -> None:
-        """Remove the rest of a save that is given up, after its folders."""
+        """Remove what is left of an abandoned save once its folders are removed."""
 
     # ---- the steps that do not
 
     def _read_old(self, names: set[str], *, overwrite: bool) -> None:
-        """Read the checkpoint that will be replaced, if there is one; CheckpointExistsError if it must not be."""
+        """Read the checkpoint to be replaced, if any; raise CheckpointExistsError if overwriting is not allowed."""
         if RECORD not in names:
             return
         if not overwrite:
@@ -244,8 +244,8 @@ class PendingCheckpoint(ABC):
             self.location.check_not_link()
 
     def _check_free(self, names: set[str]) -> None:
-        """Raise CheckpointExistsError if something is there that neither a checkpoint nor a save explains."""
-        if self._owned:  # a witness that was written during a deletion of the step belongs to no checkpoint
+        """Raise CheckpointExistsError if the directory contains files that are not from a checkpoint or a save."""
+        if self._owned:  # a witness file written while the step was being deleted is a leftover
             names = {name for name in names if not WITNESSES.fullmatch(name)}
         if names and not {PARTIAL, DELETED, RECORD} & names:
             raise CheckpointExistsError(
@@ -254,7 +254,7 @@ class PendingCheckpoint(ABC):
             )
 
     def _left_by_copy(self, items: list[str], names: set[str]) -> list[str]:
-        """Return the folders of an interrupted copy of the same checkpoint, in the order of the items; or nothing."""
+        """Return the folders of an interrupted copy of the same checkpoint, in item order; [] if there is none."""
         if self._copies is None or DELETED in names or self._lock.content().get("copies") != self._copies:
             return []
         left = self._lock.folders()
@@ -266,14 +266,14 @@ class PendingCheckpoint(ABC):
         return left if fits and not folders_of(self._old).intersection(left) else []
 
     def _choose_paths(self, items: list[str], names: set[str], left: list[str], *, unique: bool) -> None:
-        """Choose the paths of the items: the paths that a copy has ``left``, or free paths."""
+        """Choose the item paths: those that an interrupted copy has ``left``, or unused ones."""
         self.continues = bool(left)
         self._taken = names | folders_of(self._old)
         for item, path in zip(items, left or map(self._parts.folder, items), strict=True):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # as it was before this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # the state before this save
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -283,7 +283,7 @@ class PendingCheckpoint(ABC):
 
     @property
     def _is_alone(self) -> bool:
-        """True if no other save is committed here: in a store, the caller ensures that for a directory that it owns."""
+        """True if no other save can commit here: in an object store, an owned directory has a single writer."""
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:
@@ -292,19 +292,19 @@ class PendingCheckpoint(ABC):
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
     def _confirm(self, record: CheckpointRecord) -> None:
-        """Fail if another save has begun, or a sweep may have removed files; otherwise the checkpoint exists."""
+        """Confirm the commit; fail if another save has begun meanwhile, or a sweep may have removed files."""
         is_overtaken = not self._holds_path()
         gives_way = is_overtaken and not self.replaces and self._guard is Guard.MARKER and not self._is_alone
-        # A copy that continues has a new marker, but a sweep may have listed the files that it keeps.
+        # A continued copy has a new marker, but a concurrent sweep may have listed the files that it keeps.
         is_doubtful = is_overtaken or (self.continues and not self._lock.shows_life)
         if is_doubtful and (gives_way or not self._is_intact(record)):
             raise self._lock.conflict()
         self._phase = Phase.OVERTAKEN if is_overtaken else Phase.COMMITTED
 
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
-        """Remove the record of a failed commit again; if even that fails, its data stays."""
+        """Remove the record of a failed commit; if that fails, too, keep the data."""
         if self.location.is_remote and isinstance(error, StorageUnavailableError):
-            # A request without a response may still arrive, even after later requests: then its data must be there.
+            # A request that got no response may still take effect, even after later ones; the data must stay for that.
             error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
             return
         self._phase = self._take_back(record.encode())
@@ -316,7 +316,7 @@ class PendingCheckpoint(ABC):
             )
 
     def _take_back(self, content: bytes) -> Phase:
-        """Remove the record of a commit that has failed, or restore the old one; return the resulting phase."""
+        """Remove the record of a failed commit, or restore the old record; return the resulting phase."""
         phase, record = Phase.WRITING, self.location / RECORD
         is_conditional = self._guard is not Guard.MARKER
         with contextlib.suppress(StorageError):
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if no run that has not seen the record removes files of this save."""
+        """Return True if all files of this save exist, and no run that missed the record is deleting them."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -359,14 +359,14 @@ class PendingCheckpoint(ABC):
             return False
 
     def _tidy(self, record: CheckpointRecord) -> None:
-        """Remove what the committed checkpoint does not need, and the marker last."""
+        """Remove what the committed checkpoint does not need; the marker goes last."""
         is_overtaken = self._phase is Phase.OVERTAKEN
-        if is_overtaken and not self._is_alone:  # the other save replaces this one, or finds this record and fails
+        if is_overtaken and not self._is_alone:  # the other save replaces this one or fails when it finds this record
             return
         with only_logged(self.location):
             self._parts.publish(record, replaces=self._old is not None)
             remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
-            for name in filter(WITNESSES.fullmatch, self._taken):  # it is about the checkpoint that was here
+            for name in filter(WITNESSES.fullmatch, self._taken):  # it belongs to the replaced checkpoint
                 with contextlib.suppress(StorageError):
                     (self.location / name).remove()
             if is_overtaken:  # the other save belongs to a superseded run, and fails
@@ -374,10 +374,10 @@ class PendingCheckpoint(ABC):
             if self._deletion is not None:
                 (self.location / DELETED).remove()
             if self._guard is not Guard.ARCHIVES and not is_overtaken:
-                (self.location / PARTIAL).remove()  # last: it shows the next run that something may be left
+                (self.location / PARTIAL).remove()  # last, as it tells the next run that files may be left over
 
     def _remove(self, error: BaseException | None) -> bool:
-        """Remove the files of a save that is given up; return True if the path still belonged to it."""
+        """Remove the files of an abandoned save; return True if the path still belonged to it."""
         ours, is_lost = True, self._phase is Phase.LOST
         is_late = self.location.is_remote and isinstance(error, StorageUnavailableError)
         with only_logged(self.location):
@@ -394,10 +394,10 @@ class PendingCheckpoint(ABC):
 
 
 class LocalCommit(PendingCheckpoint):
-    """A checkpoint that is being written to a file system, or into the memory of this process."""
+    """A checkpoint that is being written to a file system or to this process's memory."""
 
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        self._stale: list[str] = []  # folders that the old checkpoint had replaced, and a power failure brought back
+        self._stale: list[str] = []  # folders that the old checkpoint had replaced, restored by a power failure
         if self.location.is_local and self.location.is_there() and not self.location.is_directory():
             raise CheckpointExistsError(f"{self.location}: a file is there; choose another path")
         if self.location.is_local and not self._owned:
@@ -421,13 +421,13 @@ class LocalCommit(PendingCheckpoint):
                 if not left:
                     self._lock.release()
             names = names_in(self.location)
-        # The sweep may have removed the marker of a save that is still alive, on a file system without locks, which
-        # must not write into the folders of this one.
+        # Without file locks, the sweep may have removed the marker of a save that is still running; unique names keep
+        # that save from writing into the folders of this one.
         self._choose_paths(items, names, left, unique=not is_untouched)
 
     def _begin(self, archives: Collection[str]) -> None:
         self.location.parent.make_directory()
-        self.location.make_directory(sync=False)  # the commit makes its name durable
+        self.location.make_directory(sync=False)  # the commit syncs the parent directory
         if not self.continues:
             self._lock.make()
             names = names_in(self.location)
@@ -436,7 +436,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # For a new checkpoint, the presence of the marker is enough after a power cut: all of the directory is removed.
+        # A new checkpoint's marker need not be synced: after a power cut, its existence is enough to remove everything.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
@@ -445,7 +445,7 @@ class LocalCommit(PendingCheckpoint):
         self._phase = Phase.WRITING
         self.location.sync_directory()  # the marker is durable before anything else
         if self._old is not None and not self.continues:
-            # The last save removed these and then its marker: a power failure may bring back folders alone.
+            # The last save removed these folders, then its marker: a power failure may restore the folders only.
             self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
             remove_folders(self._parts, self._stale, self._old)
         for item, folder in self.folders.items():
@@ -456,7 +456,7 @@ class LocalCommit(PendingCheckpoint):
         write_record(self.location, record, before=self._unsynced(record))
 
     def _unsynced(self, record: CheckpointRecord) -> list[Location]:
-        """Return what may not be durable yet: files, and the directories in which names were made or removed."""
+        """Return what may not be durable yet: files, and directories whose entries have changed."""
         if not self.location.is_local:
             return []
         items = record.items.values()
@@ -483,7 +483,7 @@ class LocalCommit(PendingCheckpoint):
 
 
 def _check_not_of_another(location: Location) -> None:
-    """Raise OwnershipError for a step's name in a directory whose run, in another process, ranks and deletes steps."""
+    """Raise OwnershipError if the path is a step of a directory that a run in another process is managing."""
     folder, name = os.path.split(os.path.realpath(location))
     run = as_location(folder)
     if STEP_FOLDER.fullmatch(name) and locked_elsewhere(run / OWNER):

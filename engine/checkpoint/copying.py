@@ -1,4 +1,4 @@
-"""Copy one committed checkpoint to another place: the files that its record names, and the record last.
+"""Copy a committed checkpoint to another location: the files that its record lists, and the record last.
 
 The files are not encoded again: they are copied with their checksums, and every byte is verified during the copy. The
 destination is written by the commit protocol, so half a copy is no checkpoint. The marker of an interrupted copy has
@@ -32,19 +32,19 @@ from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, para
 from .removal import CommitParts, parents_of
 from .save import commit_protocol
 
-PIECE_BYTES = 4 << 20  # bytes read, checked and passed on at a time
+PIECE_BYTES = 4 << 20  # bytes read, verified and written at a time
 _LEAST_PIECE = 64 << 10
-SPAN_BYTES = 16 << 20  # bytes of a data file that one thread copies at a time
-SMALL_BYTES = 1 << 20  # bytes; a smaller file is written in one go
-_UPLOADS = 4  # how many files are sent at a time, if they are small enough
-BESIDE = 16e6  # bytes a second that a throttle allows during a save; they hardly slow a disk down
-_IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
-_REMEMBERED = 4  # copies whose files are known
-_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose save could not take the plain name
+SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
+SMALL_BYTES = 1 << 20  # bytes; smaller files are written in one request
+_UPLOADS = 4  # maximum concurrent uploads, if the files are small enough
+BESIDE = 16e6  # bytes a second that a copy may use during a save; too few to slow down a disk
+_IN_MEMORY = 256 << 20  # total bytes of concurrent uploads, unless a single file is larger
+_REMEMBERED = 4  # recent copies whose files are remembered
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was taken
 
 
 class Throttle:
-    """Limits the bytes a second of all threads of a copy to ``rate``, and to ``BESIDE`` while it gives way to a save.
+    """Limits the total throughput of a copy's threads to ``rate``, and to ``BESIDE`` while it gives way to a save.
 
     Other threads make the copy give way, or end it.
     """
@@ -59,30 +59,30 @@ class Throttle:
         self._rate = rate
         self._changed = changed or threading.Condition()
         self._now = now
-        self._free = 0.0  # the time by which the bytes so far have passed at the rate
-        self._late = 0.0  # the time by which the bytes so far have passed at the rate ``BESIDE``
+        self._free = 0.0  # the time from which more bytes may pass at the normal rate
+        self._late = 0.0  # the time from which more bytes may pass at the rate ``BESIDE``
         self.gives_way = False
         self.ended: Exception | None = None  # the error that ends the copy
 
     def give_way(self, yes: bool) -> None:
-        """Make the copy give way to a save, or continue at its own rate."""
+        """Slow the copy down while a save is under way, or let it continue at the normal rate."""
         with self._changed:
             self.gives_way = yes
             self._changed.notify_all()
 
     def end(self, error: Exception) -> None:
-        """Make the copy end with an error at its next piece; nothing waits any more."""
+        """Make the copy fail with an error at its next piece; wakes up all waiting threads."""
         with self._changed:
             self.ended = error
             self._changed.notify_all()
 
     @property
     def piece(self) -> int:
-        """Bytes to pass on at a time: little at a low rate, so that no connection is silent for long."""
+        """Bytes to transfer at a time: fewer at a low rate, so that no connection is idle for long."""
         return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
 
     def take(self, count: int) -> None:
-        """Wait until ``count`` bytes may pass; raise the error that ends the copy."""
+        """Wait until ``count`` bytes may be transferred; raise the error passed to :meth:`end`, if any."""
         with self._changed:
             now = self._now()
             if self._rate is not None:
@@ -99,58 +99,58 @@ class Throttle:
 
 @dataclass
 class CopyProgress:
-    """The progress of a copy, in bytes; other threads read it."""
+    """The progress of a copy in bytes; may be read from other threads."""
 
-    total: int = 0  # of all files
+    total: int = 0  # size of all files
     done: int = 0  # at the destination
-    arrived: int = 0  # brought there by this copy, not an earlier one
-    sent: int = 0  # sent by this copy; the store copied the others itself
-    advance: Callable[[int], None] = NULL.advance  # called with the bytes as they arrive
+    arrived: int = 0  # of these, added by this copy, not by an earlier attempt
+    sent: int = 0  # of these, sent from here; the others were copied by the store itself
+    advance: Callable[[int], None] = NULL.advance  # called with the number of bytes that have arrived
 
 
 class _File(NamedTuple):
-    key: tuple[str, str]  # the item, and the path in its folder
+    key: tuple[str, str]  # the item name, and the path in its folder
     source: Location
     destination: Location
     check: FileCheck
 
 
 class CopiedFiles:
-    """The large data files of the last copies to a store, which the store itself copies for the next steps.
+    """The large data files of the last copies to a store, as sources for server-side copies in the next steps.
 
-    The path, which every save makes unique, the size and the checksums identify a file. It never comes from the
-    previous copy, so that an object with unseen damage does not affect two consecutive steps.
+    A file is identified by its path, which is unique to a save, its size and its checksums. The previous copy is never
+    the source, so that an object with undetected damage does not affect two consecutive steps.
     """
 
     def __init__(self) -> None:
         self._copies: deque[dict[tuple[str, str], _File]] = deque(maxlen=_REMEMBERED)
 
     def note(self, files: Iterable[_File]) -> None:
-        """Record the files of a copy that is committed."""
+        """Record the files of a committed copy."""
         self._copies.append({file.key: file for file in files if file.check.record.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
-        """Let the store copy a file from one that it has; return True if it did."""
+        """Let the store copy a file from an object that it has already; return True if it did."""
         for files in list(self._copies)[-2::-1]:
             earlier = files.get(file.key)
             if earlier is not None and earlier.check.covers(file.check):
-                with contextlib.suppress(OSError):  # the object was deleted, or the service refuses
+                with contextlib.suppress(OSError):  # the object was deleted, or the service refused to copy it
                     earlier.destination.share(file.destination, earlier.destination.identity())
                     return True
         return False
 
 
 class _CopiedFolders(CommitParts):
-    """The commit of a copy: its folders have the names of the original's folders, which may be nested."""
+    """The commit hooks of a copy: its folders are named like the original's, and may be nested."""
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         super().__init__(location)
-        # The names of folders; the commit adds the suffix of zip files.
+        # Folder names only; the commit appends the suffix of zip files.
         self._folders = {
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
         }
-        # Another copy to this location may have had folders for items that are zip files here.
+        # For another copy to this location, items that are zip files here may have been folders.
         self._plain = {name for folder in self._folders.values() for name in (folder, f"{folder}{ARCHIVE}")}
 
     def folder(self, item: str) -> str:
@@ -178,7 +178,7 @@ def copied_step(
     progress: CopyProgress | None = None,
     copied: CopiedFiles | None = None,
 ) -> Iterator[CheckpointRecord]:
-    """Copy a checkpoint, run a block with the record of the copy, and commit it after the block."""
+    """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
     # Damage of the original leaves nothing at the destination; after any other error, the next attempt uses what was
     # copied. The store copies the files in ``copied``, of earlier copies to this destination; this copy adds its files.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
@@ -204,7 +204,7 @@ def copied_step(
         yield result
         pending.commit(result)
     except BaseException as error:
-        failure = copy.failure or error  # a store may report instead that its upload ended
+        failure = copy.failure or error  # a store may report only that the upload was aborted
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:
@@ -217,7 +217,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy the files of the witness; raise nothing. ``again`` skips files of equal size, as they only grow."""
+    """Copy the witness files; never raises. ``again`` skips files of equal size, as these files only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):
@@ -234,14 +234,14 @@ def copy_witness(source: Location, destination: Location, *, again: bool = False
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
-    """Return the sizes and checksums of every file of a checkpoint, by its path in the checkpoint's directory."""
+    """Return the sizes and checksums of all files of a checkpoint, by path relative to its directory."""
     checks = {path: FileCheck(file) for item in record.items.values() for path, file in item.paths.items()}
     trees = [part for part in record.parts().values() if part.kind == TREES]
     shares = [
         share._replace(folder=f"{tree.folder}/{share.folder}") for tree in trees for share in own_shares(tree.files)
     ]
     for tree in (*trees, *shares):
-        if not tree.is_archive:  # otherwise its digest covers all of it
+        if not tree.is_archive:  # an archive's digest covers the whole file
             chunks = ArrayDatabase(location / tree.folder, tree.files).file_checks()
             checks |= {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}
     return checks
@@ -253,7 +253,7 @@ class _Copy:
         self._progress = progress
         self._copied = copied
         self._lock = Lock()
-        self.failure: Exception | None = None  # the error of the original, or the one that ends the copy
+        self.failure: Exception | None = None  # an error in the original, or the one that ended the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         largest = max((file.check.record.size for file in files), default=0)
@@ -261,7 +261,7 @@ class _Copy:
         at_once = 1 if is_local else max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
-        # Small files are copied first: they show soonest that the destination cannot be written.
+        # Small files first: they fail soonest if the destination is not writable.
         ordered = sorted(files, key=lambda file: file.check.record.size)
         parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
 
@@ -270,7 +270,7 @@ class _Copy:
         if continues and self._is_there(file):
             self._passed(size, arrived=False, sent=False)
             return
-        self._throttle.take(0)  # raises what ends the copy
+        self._throttle.take(0)  # raises if the copy was ended
         if self._copied.give(file):
             self._passed(size, sent=False)
             return

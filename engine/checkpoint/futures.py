@@ -10,7 +10,7 @@ from .background import BackgroundSave
 
 
 class SaveFuture(Future[Any]):
-    """The report of a save. Its error counts as raised once the program has taken it from here."""
+    """A future for the report of a save. An error counts as raised once the program has got it from here."""
 
     def __init__(self, background: BackgroundSave) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class SaveFuture(Future[Any]):
         self.set_running_or_notify_cancel()  # a save cannot be cancelled
 
     def end(self, report: object, error: SaveFailedError | None) -> None:
-        """Take the report or the error of the save, on its thread."""
+        """Set the save's report or error as the result; called on the save's thread."""
         if error is None:
             self.set_result(report)
         else:

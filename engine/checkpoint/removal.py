@@ -1,8 +1,8 @@
-"""The contents of a checkpoint's directory, deletion, and the removal of interrupted saves and deletions.
+"""Lists the contents of checkpoint directories, deletes checkpoints, and cleans up interrupted saves and deletions.
 
 A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
-record may be removed; one with neither belongs to something else and is never touched. If a marker's name belongs to a
-directory, a pipe or a socket, an unfinished step is renamed to ``<step>.unreadable`` and a committed step stays.
+record may be removed; one with neither is not a checkpoint and is never touched. If a directory, a pipe or a socket
+has the name of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed step stays.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # bytes of an archive, whose arrays have up to 256 KiB; foreign files may be large
-_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that saves to object stores give to archives
+_ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, as archives have up to 256 KiB of arrays
+_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
 class CommitParts:
-    """What a kind of checkpoint adds to the commit; this class adds nothing, and its items are folders at the root.
+    """Hooks by which a kind of checkpoint extends the commit; by default there are none, and items are root folders.
 
     Checkpoints whose parts have their own directories use a subclass. The record at the root alone decides; the
     documents of parts are derived from it, removed before the record changes (:meth:`withdraw`) and written after it
@@ -47,27 +47,27 @@ class CommitParts:
         self.location = location
 
     def folder(self, item: str) -> str:
-        """Return the path of an item's folder in the checkpoint's directory, if that path is free."""
+        """Return the preferred path of an item's folder, relative to the checkpoint's directory."""
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if a save of this kind may have made a folder of this path; a marker is not trusted."""
+        """Return True if a save of this kind may have made this folder; a marker's paths must be checked with this."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace a checkpoint; None stands for a damaged one."""
+        """Raise an error if a save of this kind must not replace the checkpoint; None means a damaged record."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
-        """Remove the documents that are derived from a record that is about to be replaced."""
+        """Remove the documents derived from a record, before the record is replaced."""
 
     def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
-        """Write the documents that are derived from the record that was just committed, durably."""
+        """Durably write the documents derived from a record that was just committed."""
 
     def repair(self, record: CheckpointRecord) -> None:
-        """Write missing documents that are derived from a record."""
+        """Write the documents derived from a record that are missing."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
-        """Remove the folder of an item and, given a record, the documents of parts that the record does not have."""
+        """Remove an item's folder and, if a record is given, the documents of parts that are not in it."""
         (self.location / folder).remove_tree()
 
 
@@ -77,18 +77,18 @@ def names_in(location: Location) -> set[str]:
 
 
 def folders_of(record: CheckpointRecord | None) -> set[str]:
-    """Return the folders and archives of the items of a record."""
+    """Return the paths of all item folders and archives in a record."""
     return set() if record is None else {item.folder for item in record.items.values()}
 
 
 def parents_of(path: str) -> list[str]:
-    """Return the directories that a path leads through."""
+    """Return all parent directories of a path."""
     names = path.split("/")
     return ["/".join(names[:length]) for length in range(1, len(names))]
 
 
 def remove_folders(parts: CommitParts, folders: Iterable[str], record: CheckpointRecord) -> None:
-    """Remove folders that are not part of a record, nor inside such a folder; skip paths that leave the directory."""
+    """Remove folders unless the record contains them or a parent; skip paths that point outside the directory."""
     live = folders_of(record)
     for folder in sorted(folders, key=len, reverse=True):
         if live.isdisjoint([folder, *parents_of(folder)]):
@@ -97,39 +97,39 @@ def remove_folders(parts: CommitParts, folders: Iterable[str], record: Checkpoin
 
 
 def left_archives(location: Location, names: Iterable[str]) -> set[str]:
-    """Return the archives among these names that a save to this object store has left."""
+    """Return the names of archives left over from saves to this object store."""
     return {name for name in names if is_left_archive(location / name)}
 
 
 def is_left_archive(location: Location) -> bool:
-    """Return True if an object is an archive of a save: its name carries a token, and its content verifies."""
+    """Return True if an object is an archive written by a save: its name has a token, and its content verifies."""
     if not (location.is_remote and _OUR_ARCHIVE.fullmatch(location.name)):
         return False
     try:
         return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any archive of ours
+    except (ObjectNotFoundError, DamagedCheckpointError):  # it was removed, or is larger than any archive of ours
         return False
 
 
 def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> bytes:
-    """Return the content of the marker of a save or of a deletion, with the folders that it explains."""
+    """Encode the marker of a save or deletion, including the folders that it accounts for."""
     return json.dumps({"format": "holdfast", "token": token, "folders": [*folders], **facts}).encode()
 
 
 def deletion_at(location: Location) -> dict[str, Any] | None:
-    """Return the content of the marker of a deletion; None without one."""
+    """Return the content of the deletion marker, or None if there is none."""
     return FileLock(location / DELETED).content() or None
 
 
 def copy_left(location: Location) -> str | None:
-    """Return the fingerprint of the checkpoint that an interrupted copy has left here in part, or None."""
+    """Return the fingerprint of the original if an interrupted copy is here, or None."""
     fingerprint = SaveLock(location / PARTIAL).content().get("copies")
     return fingerprint if isinstance(fingerprint, str) else None
 
 
 @contextlib.contextmanager
 def only_logged(location: Location) -> Iterator[None]:
-    """Log an error of a clean-up, which must neither turn a success into a failure nor hide the real error."""
+    """Log clean-up errors only, as they must neither turn a success into a failure nor hide the real error."""
     try:
         yield
     except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
@@ -146,37 +146,37 @@ def remove_empty(location: Location) -> None:
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
-    """Delete a checkpoint, whose record may be known: the record first, so that it is gone at once, then its data."""
+    """Delete a checkpoint: the record first, so that it is gone at once, then its data; the record may be passed in."""
     items = () if record is None else record.items.values()
     if location.is_remote and record is not None and all(item.is_archive for item in items):
         names = names_in(location) | folders_of(record)
         witnesses = {*filter(WITNESSES.fullmatch, names)}
         archives = names - {RECORD} - witnesses
-        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # their names and contents identify them
+        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # archives identify themselves and need no marker
             for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
     if not location.is_local:
-        (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
+        (location / DELETED).write_bytes(b"{}")  # an empty marker is enough, and saves the request for the record
         # Without the files of saves that begin later, and with the recorded files, which a listing may lack.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
-    if location.is_link():  # only the link itself is removed
+    if location.is_link():  # remove only the link itself
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # as a crash of the file system may leave it; neither can be locked
+    if marker.is_link() or marker.is_directory():  # possible after a file system crash; neither can be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
         # A directory of another user stays, and marks the deletion, too.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
-    try:  # a save that begins meanwhile finds it locked
-        if not lock.take_over():  # another process has removed the rest, and a save may have begun since
+    try:  # holds the lock against saves that begin meanwhile
+        if not lock.take_over():  # another process has finished the removal, and a save may have begun since
             return
-    except StorageConflictError:  # another process has found the marker, and removes the rest
+    except StorageConflictError:  # another process has found the marker and finishes the removal
         return
     except StorageError as error:  # only a regular file can be locked
         if not is_strange(error):
@@ -191,7 +191,7 @@ def _release(location: Location, *locks: SaveLock) -> None:
     """Release the locks of markers that may be removed: NFS keeps such a file, as .nfs0123, until it is closed."""
     kept: set[str] = set()
     try:
-        with contextlib.suppress(StorageError):  # it must not hide an error of the caller
+        with contextlib.suppress(StorageError):  # must not hide the caller's error
             kept = names_in(location) if location.is_local else set()
     finally:
         for lock in locks:
@@ -208,16 +208,16 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
         yield
     except KeyboardInterrupt:
         for location in made:
-            location.remove_tree(first=RECORD)  # checkpoints of other formats have no record
+            location.remove_tree(first=RECORD)  # `RECORD` is missing in checkpoints of other formats
         if is_new and directory.exists() and not directory.entries():
             directory.remove_tree()
         raise
 
 
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
-    """Remove the files of interrupted saves and deletions; return True if the directory is gone."""
-    # StorageConflictError: a save is alive, or another process sweeps or deletes; StoragePermissionError: it may be.
-    # The caller may hold the ``lock`` of a save's marker. A save that begins sweeps first, and waits for a deletion.
+    """Clean up after interrupted saves and deletions; return True if the directory was removed."""
+    # Raises StorageConflictError if a save is running or another process sweeps or deletes, StoragePermissionError if
+    # that is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -231,7 +231,7 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
 def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
     listing = location.snapshot()
     names = names_in(listing)
-    # A save or a deletion may have begun since the locks were taken.
+    # Check that no other save or deletion has begun since the locks were taken.
     if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
         return False
     tells = all(lock.shows_life for lock in locks.values())
@@ -244,16 +244,16 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
+    except (CheckpointNotFoundError, FormatVersionError):  # not found: the record was deleted meanwhile
         return False
-    except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
-        if tells and PARTIAL in names:  # without a lock, the save may be alive
+    except DamagedCheckpointError:  # keep its data for inspection by the user
+        if tells and PARTIAL in names:  # without locks, the save may still be running
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests decides, as `store_commit.py` explains: a save whose record this sweep has not seen
-        # finds that its marker is missing, and then this deletion, or that its files are missing. The marker names the
-        # record that is kept and the folders that are removed.
+        # The order of requests decides; see `store_commit.py`: a save whose record this sweep has not seen finds that
+        # its marker is missing, and then finds this deletion, or that its files are missing. The deletion marker names
+        # the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
@@ -268,18 +268,18 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         if location.is_local:
             location.remove_tree(last=PARTIAL if PARTIAL in marks else DELETED)
             return True
-        for name in names - {PARTIAL, DELETED}:  # a save that has begun since may have written the marker
+        for name in names - {PARTIAL, DELETED}:  # the marker may belong to a save that has begun since
             (listing / name).remove_tree()
         (location / DELETED).remove()
         return True
     left = {*filter(parts.owns, folders), *record.replaced}
-    # The listing of a store may lack a name.
+    # The listing of an object store may be incomplete.
     there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
     remove_folders(parts, there, record)
     parts.repair(record)
-    if DELETED in marks:  # otherwise, a deletion that has begun since has written it
+    if DELETED in marks:  # otherwise it belongs to a deletion that has begun since
         (location / DELETED).remove()
-    if tells and PARTIAL in names:  # otherwise, a save that has begun since has written it
+    if tells and PARTIAL in names:  # otherwise it belongs to a save that has begun since
         (location / PARTIAL).remove()
     return False
 
@@ -295,7 +295,7 @@ def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
-    """Remove zip files of saves that lost, or arrived late; the listing may be old, so it only nominates them."""
+    """Remove archives of saves that lost or arrived late; the listing may be outdated, so each is checked again."""
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))
@@ -306,14 +306,14 @@ def sweep_stray(location: Location, listed: Collection[str], record: CheckpointR
 
 
 def is_swept(names: Collection[str]) -> bool:
-    """Return True if the names in a checkpoint's directory show that :func:`sweep` has nothing to remove."""
+    """Return True if, judging by the names in a checkpoint's directory, :func:`sweep` has nothing to remove."""
     left = any(name in {PARTIAL, DELETED} or name.startswith(TEMPORARY_PREFIX) for name in names)
     return RECORD in names and not left
 
 
 def remove_temporary(location: Location, names: Iterable[str]) -> None:
-    """Remove the files of atomic writes that were interrupted."""
+    """Remove the temporary files of interrupted atomic writes."""
     for name in names:
         if name.startswith(TEMPORARY_PREFIX):
-            with only_logged(location):  # a directory is not ours, and a file may be another user's
+            with only_logged(location):  # the name may be a directory, or another user's file
                 (location / name).remove()

@@ -1,4 +1,4 @@
-"""The check that all processes hold the same values if a save assumes that."""
+"""Checks that all processes hold equal values wherever a save assumes this."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
 
 
 def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
-    """Return the leaf and the digest of each part that several processes hold, and lines that are equal everywhere."""
+    """Return leaf name and digest for each replicated part, and lines describing the tree, equal on all processes."""
     flat = flatten(tree)
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
-    layouts: dict[int, str] = {}  # of the parts of arrays, which many arrays share
+    layouts: dict[int, str] = {}  # digest per list of parts, which many arrays share
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)
@@ -80,7 +80,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
-    """Digest the elements of a box, all of which this process holds."""
+    """Compute the digest of a box, all of which this process holds."""
     for piece in leaf.pieces:
         if box.common(piece.box) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])
@@ -94,11 +94,11 @@ def _digest(leaf: ArrayLeaf, box: Box) -> int:
 
 
 def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[str]:
-    """Return a line for every leaf in which processes differ; on process 0."""
+    """Return one line per leaf that differs between processes; runs on process 0."""
     strangers = [number for number, (structure, *_) in enumerate(gathered) if structure != gathered[0][0]]
     if strangers:
         return first_lines([f"process {number} has another tree than process 0" for number in strangers])
-    expected = np.full(len(names), _NOT_HERE, np.int64)  # the digests of the first holders
+    expected = np.full(len(names), _NOT_HERE, np.int64)  # digest from the first process that holds each part
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
     for process, (_, *numbers) in enumerate(gathered):

@@ -1,4 +1,4 @@
-"""One save from end to end: snapshot, write, commit, report; in the caller's thread or partly in the background."""
+"""One save from snapshot to write, commit and report, in the caller's thread or partly in the background."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from .commit import LocalCommit, PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger ones are left in a file
-_LAST_WORD = 10.0  # most seconds that the others get to stop writing before process 0 removes what they wrote
+_SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger ones are passed in a file
+_LAST_WORD = 10.0  # seconds; process 0 waits at most this long for the others to stop writing before it cleans up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +84,13 @@ class SaveReport:
 
 
 class ItemToSave(NamedTuple):
-    """One item of a checkpoint, its handler, and whether it may be written after the call returned."""
+    """One item of a checkpoint, its handler, and whether it may be written after the call returns."""
 
     handler: CheckpointHandler
     value: Any
     background: bool = False
     kwargs: Mapping[str, Any] = MappingProxyType({})
-    reuse: WrittenSteps | None = None  # the data files of earlier steps, which it may share
+    reuse: WrittenSteps | None = None  # the data files of earlier steps that the item may share
 
 
 class Save:
@@ -123,8 +123,8 @@ class Save:
         self._location = location
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
-        self._claim = threading.Lock()  # held for good by the thread that completes the save or gives it up
-        # Whether a thread may complete the save while the training loop continues.
+        self._claim = threading.Lock()  # taken for good by the thread that completes or abandons the save
+        # Whether the save may be completed on a thread while the training loop continues.
         self.in_background = any(item.background for item in items.values())
         self.replaces = False  # whether the save replaces a checkpoint; only process 0 knows
         self._role: Primary | Worker
@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Do the part that cannot wait; return the item that writes the rest."""
+        """Do the part that must be done before the call returns; return the prepared item, which writes the rest."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}
@@ -165,7 +165,7 @@ class Save:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
-        """Claim the save for this thread, or yield False if it was given up; an error in the block gives it up."""
+        """Claim the save for this thread, or yield False if it was abandoned; an error in the block abandons it."""
         if not self._claim.acquire(blocking=False):
             yield False
             return
@@ -193,9 +193,9 @@ class Save:
         return {name: ItemRecord(folder.name, self._kinds[name], files[name]) for name, folder in folders.items()}
 
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
-        """Write small items of a store into memory, as each request takes time; return their zip files by name."""
+        """Pack small items into zip files in memory, to save requests to an object store; return them by item name."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # the folders of all items exist
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # then all folders exist already
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
@@ -220,14 +220,14 @@ class Save:
         )
 
     def give_up(self, error: BaseException) -> bool:
-        """Give the save up, and return True; return False if a thread completes it already."""
+        """Abandon the save and return True; return False if a thread is completing it already."""
         if is_claimed := self._claim.acquire(blocking=False):
             self._role.give_up(error)
         return is_claimed
 
 
 def commit_protocol(location: Location) -> type[PendingCheckpoint]:
-    """Return the kind of commit that a location needs."""
+    """Return the commit protocol for a location: for file systems and memory, or for object stores."""
     if not location.is_remote:
         return LocalCommit
     from .store_commit import StoreCommit
@@ -237,21 +237,21 @@ def commit_protocol(location: Location) -> type[PendingCheckpoint]:
 
 @dataclass
 class _BegunItem:
-    """An item that its handler has begun to write, with its futures, or its files if the handler has written them."""
+    """An item whose handler writes into the folder directly: the pending futures, or the files already written."""
 
     futures: Sequence[SaveFuture] | None
     files: Files | None = None
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         files = finish(self.futures) if self.files is None else self.files
-        self.files = files if member.count == 1 else None  # this process does not know the files of the others
+        self.files = files if member.count == 1 else None  # the files written by other processes are unknown here
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         return fsync_and_digest(folder) if self.files is None else self.files
 
 
-# A committed record, the bytes that were written for it, and the bytes of shared files.
+# The committed record, the bytes written, and the bytes shared with earlier steps.
 _Committed = tuple[CheckpointRecord, int, int]
 
 
@@ -263,7 +263,7 @@ class Primary:
     rendezvous: Rendezvous | None
     timeout: float
     shared: bool
-    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # how much the other processes know of the save
+    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # what has been broadcast to the other processes
 
     @property
     def process(self) -> ProcessInfo:
@@ -271,7 +271,7 @@ class Primary:
         return ProcessInfo(0, count, self.pending.token, shared=self.shared)
 
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
-        """Make the folder of every item that is not in ``archives``; return their locations."""
+        """Begin the checkpoint, broadcast the plan, and return the item locations; ``archives`` get no folders."""
         self.pending.begin(archives)
         if self.rendezvous is not None and self.told == "nothing":
             self.told = "the plan"
@@ -282,7 +282,7 @@ class Primary:
         return self.pending.folders
 
     def gather(self, shares: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
-        """Return the fragments of every item, once every process has written its share."""
+        """Wait until every process has written its share; return the fragments by item."""
         gathered = {name: [fragment] for name, fragment in shares.items()}
         contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
         sent = [
@@ -297,17 +297,17 @@ class Primary:
         return gathered
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
-        """Make the checkpoint exist."""
+        """Commit the checkpoint, and broadcast the summary of its record."""
         assert record is not None, "process 0 makes the record"
         self.pending.commit(record)
         nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
             self.told = "the commit"
-            # Without its files, whose number grows with the number of processes.
+            # A summary without the file list, which grows with the number of processes.
             facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
             try:
                 self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)
-            except Exception as error:  # the checkpoint exists nevertheless
+            except Exception as error:  # the checkpoint is committed nevertheless
                 _logger.warning(
                     "%s: saved, but the other processes could not be told: %s", self.pending.location, error
                 )
@@ -315,7 +315,7 @@ class Primary:
         return record, *nbytes
 
     def give_up(self, error: BaseException) -> None:
-        """Remove the files once no process writes any more; otherwise leave them to the next run."""
+        """Remove the files once all processes have stopped writing, or else leave them to the next run."""
         if self.rendezvous is None:
             self.pending.abort(error)
             return
@@ -339,7 +339,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """Any process but process 0: it writes its share and sends its fragments to process 0, large ones in files."""
+    """Any process except process 0: it writes its share and passes its fragments to process 0, large ones in files."""
 
     location: Location
     items: Sequence[str]
@@ -384,13 +384,13 @@ class Worker:
         for name, fragment in shares.items():
             if len(fragment) > limit:
                 (folders[name] / f"fragment.{self.rendezvous.index}").write_bytes(fragment, atomic=False)
-        # A line of JSON with the sizes of all fragments, then the fragments that are sent.
+        # One JSON line with the sizes of all fragments, then the fragments that are not passed in files.
         sizes = json.dumps({name: len(fragment) for name, fragment in shares.items()}).encode()
         sent = b"".join(fragment for fragment in shares.values() if len(fragment) <= limit)
         self.rendezvous.gather("written", sizes + b"\n" + sent, self.timeout)
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
-        """Wait for the summary of the record that process 0 has committed."""
+        """Wait for the summary of the record that process 0 commits."""
         facts = json.loads(self.rendezvous.broadcast("committed", None, self.timeout, gathered=True))
         self.rendezvous.close()
         summary = CheckpointRecord.from_document(
@@ -399,24 +399,24 @@ class Worker:
         return replace(summary, summarizes=facts["identity"]), *facts["bytes"]
 
     def give_up(self, error: BaseException) -> None:
-        """Report the failure, and that this process writes no more."""
+        """Report the failure to the others, and that this process has stopped writing."""
         leave_save(self.rendezvous, error)
 
 
 def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
-    """Report to the other processes that this process has failed, and writes nothing more of a save."""
+    """Report to the other processes that this process has failed and has stopped writing."""
     if rendezvous is None:
         return
     if not isinstance(error, PeerFailedError):  # the others know of that already
         rendezvous.fail(error)
     if rendezvous.index:
-        with contextlib.suppress(Exception):  # the store itself may have failed
+        with contextlib.suppress(Exception):  # the coordinator's store itself may have failed
             rendezvous.coordinator.put(_stopped_key(rendezvous, rendezvous.index), b"1")
     rendezvous.close()
 
 
 def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
-    """Wait until the other processes have stopped writing; return True if all have reported that."""
+    """Wait for the other processes to stop writing; return True if all of them have reported it in time."""
     end = time.monotonic() + min(_LAST_WORD, timeout / 4)
     try:
         for process in range(1, rendezvous.count):
@@ -426,7 +426,7 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
             finally:
                 rendezvous.coordinator.give_up(key)
             rendezvous.coordinator.delete(key)
-    except Exception:  # then it is unknown whether they stopped
+    except Exception:  # whether they have stopped is unknown
         return False
     return True
 
@@ -438,12 +438,12 @@ def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
 
 
 def _largest_sent(shared: bool) -> int:
-    """Return the bytes of the largest fragment that is sent to process 0; larger ones are left in files."""
+    """Return the maximum size of a fragment that is sent to process 0; larger ones are passed in files."""
     return _SMALL if shared else sys.maxsize
 
 
 def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
-    """Return the fragments that were sent, and the sizes of the others, by the names of the items."""
+    """Decode a process's message: by item, the fragment, or its size if it is passed in a file."""
     sizes, _, rest = sent.partition(b"\n")
     fragments: dict[str, bytes | int] = {}
     for name, size in json.loads(sizes or b"{}").items():
@@ -454,7 +454,7 @@ def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
 
 
 def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
-    """Return a fragment of another process; if it is in a file, read the file and remove it."""
+    """Return another process's fragment; if it is passed in a file, read and remove the file."""
     if isinstance(sent, bytes):
         return sent
     file = folder / f"fragment.{process}"
@@ -466,5 +466,5 @@ def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
         ) from error
     if len(fragment) != sent:
         raise DamagedCheckpointError(f"{file}: process {process} wrote {sent} bytes, found {len(fragment)}")
-    file.remove()  # it is no part of the checkpoint
+    file.remove()  # the file is not part of the checkpoint
     return fragment

@@ -1,8 +1,8 @@
-"""The commit in an object store, which has neither locks nor renames: the order of requests decides.
+"""The commit protocol for object stores, which have neither locks nor renames: the order of requests decides.
 
-A store with conditional writes accepts the record only while no record, or the replaced record, is there. So exactly
+A store with conditional writes accepts the record only while there is no record, or still the replaced one. So exactly
 one of several concurrent saves is committed, and nothing of another save is removed before that. In a store without
-conditions, a save gives way if its marker has another token when it is about to commit, or right after.
+conditional writes, a save gives way if its marker has another token right before or right after the commit.
 
 A sweep may meet a save that is alive. It first writes the marker of a deletion, which names the record that it has
 seen, and removes the marker of the save; it removes nothing else if the record has changed by then. The save looks for
@@ -36,7 +36,7 @@ from ..steps import has_record, read_record
 from .commit import Guard, PendingCheckpoint, Phase, answered, write_record
 from .removal import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders, sweep
 
-_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
+_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # item folder names with a token, as used by saves to object stores
 
 
 class StoreCommit(PendingCheckpoint):
@@ -46,20 +46,20 @@ class StoreCommit(PendingCheckpoint):
         location = self.location
         names = names_in(location)
         is_untouched = not {PARTIAL, DELETED} & names
-        # Read before the record: a save that begins after the record was replaced may yet be committed.
+        # Read the marker before the record: a save that begins after the record was replaced may still be committed.
         marked = self._lock.folders() if PARTIAL in names else []
         self._read_old(names, overwrite=overwrite)
-        # What to remove once this save is committed: here, archives of saves that had no marker.
+        # To be removed once this save is committed; so far, archives of saves without a marker.
         self._leftovers = left_archives(location, names - folders_of(self._old))
-        # Late requests leave a folder with a unique name, without a record or a marker.
+        # Late requests may leave folders with unique names, without a record or marker.
         self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
         is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
         if is_free and type(self._parts) is CommitParts and self._copies is None:
-            self._guard = Guard.ARCHIVES  # nothing here needs a marker that explains it
+            self._guard = Guard.ARCHIVES  # no files here that need a marker
         left = [] if is_untouched else self._left_by_copy(items, names)
-        self._leftovers -= {*left}  # the copy continues with them
+        self._leftovers -= {*left}  # the continued copy reuses them
         if not left and PARTIAL in names:
-            # They may belong to a save that is alive and commits before this one.
+            # These may belong to a running save that commits before this one.
             others = {*marked, *(() if self._old is None else self._old.replaced)}
             if RECORD not in names:
                 others |= names
@@ -67,7 +67,7 @@ class StoreCommit(PendingCheckpoint):
         elif not (left or is_untouched):
             sweep(location, self._parts)
             names = names_in(location)
-        # A save whose marker was swept, and late requests of one, must not write into the folders of this one.
+        # Unique names, so that a save whose marker was swept, or its late requests, cannot write into these folders.
         self._choose_paths(items, names, left, unique=True)
 
     def _begin(self, archives: Collection[str]) -> None:
@@ -93,7 +93,7 @@ class StoreCommit(PendingCheckpoint):
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise an error if a run has removed files of this save, which had no marker; mark leftover archives."""
+        """Raise an error if another run has removed files of this unmarked save; mark leftover archives."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()
@@ -102,12 +102,12 @@ class StoreCommit(PendingCheckpoint):
             (self.location / PARTIAL).write_bytes(marker_content(self.token, sorted(others)), atomic=False)
 
     def _clear(self) -> None:
-        if self._guard is Guard.ARCHIVES:  # a marker that is here belongs to another save
+        if self._guard is Guard.ARCHIVES:  # any marker here belongs to another save
             if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
             return
-        # Another save may be alive here; the marker names what earlier saves have left. The leftovers that this save
-        # has found belong to earlier saves, which were committed before the winning save, or never will be.
+        # Another save may be running here; the marker lists what earlier saves have left. The leftovers that this save
+        # found belong to earlier saves, which were committed before the winning save, or never will be.
         is_lost = self._phase is Phase.LOST
         if is_lost and has_record(self.location):
             record = read_record(self.location)

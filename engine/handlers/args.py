@@ -1,4 +1,4 @@
-"""Arguments for single leaves: how each is saved, and what it becomes when it is restored."""
+"""Per-leaf arguments: how a leaf is saved, and what it becomes when it is restored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SaveArgs:
         dtype: Cast the elements to this dtype before they are saved. Python numbers are cast, too; leaves without
             numbers (text, bytes, None, PRNG keys) stay as they are. Precision may be lost; a value that the dtype
             cannot hold (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
-        compression: Level of zstd, 1 to 22; 0 stores the bytes uncompressed; None leaves it to the handler.
+        compression: zstd level, 1 to 22; 0 stores the bytes uncompressed; None leaves it to the handler.
         chunk_bytes: Largest chunk of the array, in bytes; None leaves it to the handler.
     """
 
@@ -131,7 +131,7 @@ class ArrayRestoreArgs(RestoreArgs):
 
 
 def leaf_request(name: str, args: RestoreArgs) -> LeafRequest:
-    """Convert the RestoreArgs of a leaf to the request that a load takes."""
+    """Convert a leaf's RestoreArgs to a LeafRequest for loading."""
     if not isinstance(args, ArrayRestoreArgs):
         return LeafRequest(kind=_kind(args.restore_type), dtype=args.dtype)
     return LeafRequest(
@@ -146,7 +146,7 @@ def leaf_request(name: str, args: RestoreArgs) -> LeafRequest:
 def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
     if args.mesh is None:
         return args.sharding
-    shardings: Any = importlib.import_module("jax").sharding  # jax is loaded, as the mesh is one of jax
+    shardings: Any = importlib.import_module("jax").sharding  # already imported, as the mesh is a jax object
     axes = args.mesh_axes
     if not isinstance(axes, shardings.PartitionSpec):
         axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Return the object given for each leaf: one for all leaves, or a tree that may end early and leave out keys."""
+    """Broadcast per-leaf arguments to a list: one for all leaves, or a tree that may end early or omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)
@@ -171,7 +171,7 @@ def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: s
         raise OptionError(
             f"{argument}: expected {cls.__name__} at the leaf {format_path(name)}, found {class_name(given)}"
         )
-    if node is None:  # jax makes None of a container without leaves
+    if node is None:  # jax turns a container without leaves into None
         return [None]
     segments = key_segments(node.keys, len(node.children))
     prefix = f"{name}." if name else ""
@@ -185,7 +185,7 @@ def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: s
 
 def number_dtype(given: Any) -> np.dtype[Any]:
     """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
-    import ml_dtypes  # makes its names known to numpy; imported lazily, as most programs need none
+    import ml_dtypes  # registers its dtype names with numpy; imported lazily, as few programs need them
 
     name = str(given).removeprefix("torch.")
     try:
@@ -241,7 +241,7 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
         details = {**details, "kind": number_kind(dtype)}
     pieces, volatile = leaf.pieces, leaf.volatile
     if storage_dtype(dtype).extra is not None:
-        # Elements that are stored as bytes are cast here; a save casts all others chunk by chunk while it writes them.
+        # Only dtypes that are stored as bytes are cast here; all others are cast chunk by chunk while writing.
         pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
     return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
 
@@ -256,14 +256,14 @@ def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[An
 def aggregate(
     names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
 ) -> tuple[list[Leaf], dict[str, bytes]]:
-    """Put the leaves saved with ``aggregate=True`` into one file; return the remaining leaves and the files."""
+    """Pack the ``aggregate=True`` leaves into one file; return all leaves (packed ones as entries), and the file."""
     kept = list(leaves)
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []
     size = 0
     for index, (name, leaf, arg) in enumerate(zip(names, leaves, args, strict=True)):
         if arg is None or not arg.aggregate or isinstance(leaf, ValueLeaf):
-            continue  # tree.json holds all plain values already
+            continue  # plain values are stored in tree.json anyway
         if leaf.parts is not None or len(leaf.pieces) != 1 or leaf.pieces[0].array.shape != leaf.shape:
             problems.append((name, "is sharded over devices; leave out aggregate=True"))
             continue

@@ -1,4 +1,4 @@
-"""The protocol of handlers: a handler writes one kind of object into a folder and reads it back.
+"""The handler protocol: a handler writes one kind of object into a folder and reads it back.
 
 A handler need not care about atomicity or threads: a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
@@ -21,12 +21,12 @@ from ..storage import Helper, Location, folder_in_memory
 
 T = TypeVar("T")
 
-Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
+Files = Mapping[str, FileRecord]  # an item's files by path relative to its folder, as in the commit record
 
-# Bytes of an item that becomes one file: reading all of it takes no longer than another request to a store.
+# Largest item packed into one file, in bytes: reading all of it takes no longer than another request to a store.
 SMALL_ITEM = 256 << 10
 
-# Arguments that the engine passes to handlers, and callers of a checkpointer do not.
+# Arguments that only the engine, not callers of a checkpointer, passes to handlers.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
@@ -39,7 +39,7 @@ class SaveFuture(Protocol):
 
 
 class PreparedItem(Protocol):
-    """An item whose snapshot is taken: every process writes its share, and process 0 merges the shares."""
+    """An item whose snapshot has been taken: every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         """Write this process's share, durably if it is one of several; return what process 0 needs to merge it."""
@@ -55,7 +55,7 @@ class SizedItem(PreparedItem, Protocol):
     """An item whose size is known before it is written, and which can be written to any location, even in memory."""
 
     def estimate_bytes(self) -> int | None:
-        """Return about how many bytes all processes write; None if the item must have a folder."""
+        """Return roughly how many bytes all processes write; None if the item needs a real folder, not memory."""
 
 
 class CheckpointHandler(abc.ABC):
@@ -166,7 +166,7 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
             **kwargs: ``save_kwargs`` of the caller.
 
         Returns:
-            The item, which can be written into a folder.
+            The prepared item, which can be written into a folder.
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:
@@ -179,7 +179,7 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
 
 
 class _DeferredWrite:
-    """Writes an item once, when its result is first requested."""
+    """A future that writes an item when its result is first requested."""
 
     def __init__(self, prepared: PreparedItem, folder: Location) -> None:
         self._prepared: PreparedItem | None = prepared
@@ -194,7 +194,7 @@ class _DeferredWrite:
 
 
 def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Event | None = None) -> Files:
-    """Write an item in this process alone, and make its files durable."""
+    """Write an item from this process alone, and make its files durable."""
     return make_durable(folder, prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))]))
 
 
@@ -203,7 +203,7 @@ def size_of(prepared: PreparedItem) -> int | None:
 
 
 def write_archive(prepared: PreparedItem, location: Location, member: ProcessInfo) -> bytes | None:
-    """Write a small item that one process has into memory; return the zip file for ``location``, or None."""
+    """Pack an item of a single process into a zip file for ``location``; return None if it is not small."""
     size = size_of(prepared)
     if size is None or size > SMALL_ITEM:
         return None
@@ -214,7 +214,7 @@ def write_archive(prepared: PreparedItem, location: Location, member: ProcessInf
 
 
 class PreparedFiles:
-    """Files that process 0 writes into the folder of an item, and a tree if there is one."""
+    """Files that process 0 writes into an item's folder, optionally along with a tree."""
 
     def __init__(self, contents: Mapping[str, bytes], tree: PreparedItem | None = None) -> None:
         self._contents = contents
@@ -235,20 +235,20 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future knows the files that it wrote."""
+    """Complete a save; return its files if every future reports the files that it wrote, or else None."""
     records: dict[str, FileRecord] = {}
     are_known = bool(futures)
     for future in futures or ():
         files = future.result()
-        # Futures of other libraries, such as concurrent.futures, have other results.
+        # Other futures, such as those of concurrent.futures, may return anything.
         are_known &= isinstance(files, Mapping) and all(isinstance(file, FileRecord) for file in files.values())
         records |= files if are_known else {}
     return records if are_known else None
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, even if an event loop is running already, as in a notebook."""
-    import asyncio  # imported lazily: only handlers of users need it, and it takes as long as the engine
+    """Run a coroutine to completion, even if an event loop is already running, as in a notebook."""
+    import asyncio  # imported lazily: only user-defined handlers need it, and importing it takes as long as the engine
 
     try:
         asyncio.get_running_loop()
@@ -263,12 +263,12 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 results.append(runner.run(coroutine))
-        except BaseException as error:  # the caller's thread raises it
+        except BaseException as error:  # raised on the caller's thread
             errors.append(error)
 
     def interrupted(error: BaseException) -> None:
         errors.insert(0, error)
-        with contextlib.suppress(RuntimeError):  # the coroutine has ended, and its loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the coroutine has ended and its loop is closed
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
 
     thread = Helper(run, "holdfast-snapshot")
@@ -288,7 +288,7 @@ def has_structure(handler: CheckpointHandler) -> bool:
 
 
 def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
-    """Raise UnknownArgumentError for arguments that a method of a handler does not take."""
+    """Raise UnknownArgumentError for arguments that a handler's method does not accept."""
     refuse_unknown(type(handler).__name__, kwargs, method, _INTERNAL)
 
 

@@ -1,4 +1,4 @@
-"""Items that differ from process to process, such as the position of each one's data iterator."""
+"""Items that differ between processes, such as the position of each process's data iterator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
-SMALL_SHARE = 16 << 10  # bytes of the largest zip file of a process that process 0 writes; `Save` sends such fragments
+SMALL_SHARE = 16 << 10  # bytes; smaller zip files are sent to process 0, which writes them; `Save` sends such fragments
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
@@ -100,14 +100,14 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
 
 @dataclass(frozen=True, slots=True)
 class SavedShares:
-    """The trees of all processes that saved, in their order."""
+    """The trees of all processes that saved, in process order."""
 
     trees: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tree that a process restores: its own tree, or the tree of process 0 if it has none."""
+    """The tree that a process restores: its own, or that of process 0 if it has none."""
 
     folder: Location
     files: Mapping[str, FileRecord]
@@ -122,7 +122,7 @@ def _shares(directory: Location, files: Files | None) -> list[Share]:
 def own_share(
     directory: Location, files: Files | None, coordinator: Coordinator | None = None, process: int | None = None
 ) -> Share:
-    """Return the tree of this process, or of a requested ``process``; warn if the numbers of processes differ."""
+    """Return the tree of this process, or of the given ``process``; warn if the number of processes has changed."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):
@@ -141,7 +141,7 @@ def own_share(
 class ProcessShare:
     """One process's tree, to be written into a folder, or into a zip file if it is small.
 
-    If all processes save to one location, process 0 gets the smallest of these zip files, and packs them into one.
+    If all processes save to one location, very small zip files are sent to process 0, which packs them together.
     """
 
     def __init__(self, prepared: PreparedItem) -> None:
@@ -164,7 +164,7 @@ class ProcessShare:
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         files: dict[str, FileRecord] = {}
-        packs: list[dict[int, bytes]] = []  # the zip files of consecutive processes
+        packs: list[dict[int, bytes]] = []  # each has the zip files of consecutive processes
         for process, fragment in enumerate(fragments):
             if not fragment.startswith(b"{"):
                 if not packs or process - 1 not in packs[-1] or len(packs[-1]) == ARCHIVE_FILES:
@@ -186,7 +186,7 @@ class ProcessShare:
 
 
 class PreparedGraph(PreparedFiles):
-    """A tree that is about to be written, its document, and this process's own part."""
+    """A tree to be written, its graph document, and this process's own part, if any."""
 
     def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Handlers of pytrees, and of single arrays, which are stored as a tree of one leaf."""
+"""Handlers for pytrees and for single arrays, which are stored as single-leaf trees."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
     Args:
         layout: Sizes of chunks, segments and data files, and the compression of chunks.
-        compression: Level of zstd for the chunks, instead of the layout's.
+        compression: zstd level for the chunks, instead of the layout's.
         chunk_bytes: Largest chunk of an array in bytes, instead of the layout's.
         data_file_bytes: Largest data file in bytes, instead of the layout's.
         type_handler_registry: Handlers for leaves of the user's own types; None is the default registry, to which
@@ -104,9 +104,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
-        self._last: _LastTree | None = None  # the properties of the last tree that was written
+        self._last: _LastTree | None = None  # properties of the last tree written
         self._snapshots = 0
-        self._has_warned = False  # True once a warning has named replicas that differ
+        self._has_warned = False  # True once differing replicas were warned about
 
     @collection_paused()
     def prepare(
@@ -130,13 +130,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 item, which may end early with one for all leaves below, and may leave out keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written: the snapshot need not hold what other processes write.
-            reuse: The data files of earlier steps: what has not changed is not written again.
+            reuse: The data files of earlier steps: unchanged arrays are not written again.
             fresh: The types of the state that the run began with (:func:`fresh_types`), for ``as_saved`` of
                 :meth:`restore`.
             **kwargs: Must be empty.
 
         Returns:
-            The tree, which can be written into a folder.
+            The prepared tree, which can be written into a folder.
 
         Raises:
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
@@ -147,7 +147,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._snapshots += snapshot
         if snapshot and self._snapshots.bit_count() == 1 and not self._has_warned and loaded("jax") is not None:
             self._has_warned = _warn_of_replicas(flatten(item, self._registry.leaf_types))
-        # The trees of a run are alike: their common properties are found once, except with SaveArgs or type handlers.
+        # A run saves similar trees, so their common properties are cached, except with SaveArgs or type handlers.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         key, last = (layout, process.index, process.count, fresh), self._last
         if recurs and last is not None and last.key == key:
@@ -190,10 +190,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def _keep(self, last: _LastTree, structure: TreeDef | None, copies: Snapshot) -> None:
-        """Keep the properties of a tree for the next one, once it is written."""
+        """Cache the properties of a tree, once it is written, for the next save."""
         try:
             last.tree.settle(structure, copies)
-        except Exception as error:  # the tree is written nevertheless
+        except Exception as error:  # the tree itself was written
             _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
             self._last = last
@@ -226,7 +226,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 that are ``...`` or a bare ``object()`` become what was saved. The state dict of a torch optimizer that
                 has done no step takes the values that were saved. None returns the saved containers with numpy arrays.
             files: What the commit record says about the folder.
-            restore_args: What each leaf becomes, with precedence over the template: one
+            restore_args: What each leaf becomes; takes precedence over the template: one
                 :class:`~holdfast.RestoreArgs` for all leaves; or a tree of them like the template (without one, like
                 the saved tree), which may end early with one for all leaves below, and may leave out keys.
             select: Patterns of paths; only matching leaves are read.
@@ -234,18 +234,18 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 :func:`~holdfast.load_transformed`; they need a template.
             transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
                 tree; otherwise they come from the template.
-            torch_tensors: Whether, without a template, tensors of torch become tensors again if the program has
-                imported torch, as ``load_state_dict`` needs them. Managers ask for that.
+            torch_tensors: Whether, without a template, torch tensors are restored as tensors if the program has
+                imported torch, as ``load_state_dict`` needs them. Managers set this.
             as_saved: Whether the template is the fresh state of a run that resumes: if it has the types of the fresh
                 state that the run began with (``fresh`` of :meth:`prepare`), leaves come back with the types that they
                 had at the save, and lists and dictionaries that have grown come back whole; other types are an
                 error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
-                template, arrays of jax become arrays of jax again if the program has imported it; a list of keys of
-                the root restricts that to the leaves below them.
-            entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
-                without a template.
-            source: The tree of another library, instead of the one in the folder.
-            shared: The reads of all processes of the program, from a manager: what several of them need is read once.
+                template, jax arrays are restored as jax arrays if the program has imported jax; a list of root keys
+                restricts that to the leaves below them.
+            entries: Templates for some entries of a saved dictionary, which may be missing there; the other entries
+                are restored as without a template.
+            source: A tree saved by another library, to read instead of the one in the folder.
+            shared: Shared reads of all processes, from a manager: data that several processes need is read only once.
             cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
                 :func:`~holdfast.load`.
             subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
@@ -261,12 +261,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 or a leaf needs a type handler that is not registered.
         """
         refuse_arguments(self, kwargs, self.restore)
-        # Imported lazily: a save needs nothing that reads.
+        # Imported lazily: saving does not need the reading code.
         from ..arrays import TreeReader, load_entries, load_transformed_tree, load_tree, with_optimizer_states
 
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
-        # Without a template, only the leaves that are selected need to be known.
+        # Without a template, only the selected leaves need to be opened.
         alone = item is None and restore_args is None and not as_saved and source is None
         reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
         select = None if alone else select
@@ -306,14 +306,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     def structure(
         self, directory: Location, *, files: Files | None = None, source: TreeSource | None = None, **kwargs: Any
     ) -> Any:
-        """Return the tree with a description in the place of every leaf; no data is read."""
+        """Return the tree with each leaf replaced by its description; no data is read."""
         from ..arrays import TreeReader, tree_metadata
 
         return tree_metadata(source or TreeReader(directory, files, aggregate=self._aggregate))
 
 
 def check_savable(item: Any) -> None:
-    """Raise UnsupportedLeafError if a save of a tree would raise it; abstract leaves are allowed."""
+    """Raise UnsupportedLeafError if saving the tree would raise it; abstract leaves are allowed."""
     flat = flatten(item, DEFAULT_REGISTRY.leaf_types)
     leaves = zip(flat.names, flat.values, strict=True)
     ours = {name: value for name, value in leaves if DEFAULT_REGISTRY.find(value) is None}
@@ -321,23 +321,23 @@ def check_savable(item: Any) -> None:
 
 
 def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
-    """Return the types of a run's first state, for ``fresh`` of a save; ``roots`` names its entries among others."""
+    """Return the leaf types of a run's initial state, for the ``fresh`` argument; ``roots`` names its root entries."""
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
     return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)
 
 
 def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
-    """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""
+    """Flatten a template, replacing bare objects and leaves that have a type handler with ``...``."""
     flat = flatten(item, registry.leaf_types)
     values = [... if type(value) is object or registry.find(value) is not None else value for value in flat.values]
     return Flattened(flat.names, values, flat.structure)
 
 
 class _LastTree(NamedTuple):
-    """The properties of the last tree, for the next one of the same structure that is written in the same way."""
+    """Cached properties of the last tree, for the next tree with the same structure and save options."""
 
-    # The layout, the index of this process, the number of processes, and the types that the run began with.
+    # Layout, process index, process count, and leaf types of the run's initial state.
     key: tuple[Layout, int, int, FreshTypes | None]
     tree: KnownTree
     plan: TreePlan
@@ -345,7 +345,7 @@ class _LastTree(NamedTuple):
 
 
 def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collection[str]) -> dict[str, LeafRequest]:
-    """Return requests for the arrays that become arrays of their library again, if it is imported."""
+    """Return requests that restore arrays as arrays of their original library, if it is imported."""
     requests: dict[str, LeafRequest] = {}
     of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
     roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))
@@ -358,7 +358,7 @@ def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collec
 
 
 def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
-    """Warn of jax arrays in the memory of other arrays of the tree, which the program may change in place."""
+    """Warn about jax arrays that share memory with arrays of the tree that the program may change in place."""
     if shared := shared_memory(names, leaves):
         pairs = [f"{format_path(name)} with {format_path(other)}" for name, other in shared]
         _logger.warning(
@@ -370,10 +370,10 @@ def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None
 
 
 def _warn_of_replicas(flat: Flattened) -> bool:
-    """Warn of jax arrays whose replicas differ; return True if there are any."""
+    """Warn about jax arrays whose replicas differ; return True if there are any."""
     try:
         differing = list(differing_replicas(flat.names, flat.values))
-    except RuntimeError:  # for example, the devices have no memory left for a copy of the data of a key
+    except RuntimeError:  # for example, no device memory is left for a copy of a key's data
         _logger.info("the replicas of jax arrays are not compared", exc_info=True)
         return False
     if differing:
@@ -392,7 +392,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:
-    """Describe the leaves; notes represent leaves that have a type handler."""
+    """Describe the leaves; those that have a type handler are represented by their notes."""
     notes = external.notes
     if not notes:
         return describe(flat.names, flat.values, pinned_bytes=pinned_bytes)
@@ -403,7 +403,7 @@ def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> 
 
 
 class _PreparedTree(PreparedFiles):
-    """A tree with leaves outside its database, which process 0 writes."""
+    """A tree with leaves that are stored outside its database and written by process 0."""
 
     def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
         super().__init__(files, tree)
@@ -435,7 +435,7 @@ class ArrayCheckpointHandler(PyTreeCheckpointHandler):
             **kwargs: As for a tree.
 
         Returns:
-            The array, which can be written into a folder.
+            The prepared array, which can be written into a folder.
 
         Raises:
             UnsupportedLeafError: The item is not an array.

@@ -151,7 +151,7 @@ class TypeHandlerRegistry:
         return next((handler for handler in self._handlers.values() if handler.name == name), None)
 
 
-# The registry of pytree handlers without their own registry, and of ``holdfast.load``.
+# Used by ``holdfast.load``, and by pytree handlers that have no registry of their own.
 DEFAULT_REGISTRY = TypeHandlerRegistry()
 
 
@@ -169,15 +169,15 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
     DEFAULT_REGISTRY.register(leaf_type, handler, override=override)
 
 
-FOLDER = "leaves"  # has a folder for each leaf, named by the number of the leaf in the tree
+FOLDER = "leaves"  # contains one folder per leaf, named by the leaf's index in the tree
 
 
-# A handler, the numbers of its leaves in the tree, and their values, infos and arguments.
+# A handler, and the indexes of its leaves in the tree, with their values, infos and arguments.
 _Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[SaveArgs]]
 
 
 class ExternalLeaves:
-    """The leaves of a tree that have a type handler, to be written into their folders."""
+    """The leaves of a tree that have a type handler; each is written into its own folder."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class ExternalLeaves:
         *,
         snapshot: bool,
     ) -> None:
-        self.notes: dict[int, ValueLeaf] = {}  # the entries in ``tree.json``, by the leaf's number in the tree
+        self.notes: dict[int, ValueLeaf] = {}  # ``tree.json`` entries by leaf index
         self._groups: list[_Group] = []
         for handler, numbers in _by_handler(enumerate(map(registry.find, values if registry.leaf_types else ()))):
             handled = [values[number] for number in numbers]
@@ -227,7 +227,7 @@ class ExternalLeaves:
 
 
 def _by_handler(handlers: Iterable[tuple[int, TypeHandler | None]]) -> Iterable[tuple[TypeHandler, list[int]]]:
-    """Return each handler with the numbers of its leaves, given the numbers of leaves with their handlers, if any."""
+    """Group leaves by handler: return each handler with the indexes of its leaves; skip leaves without one."""
     groups: dict[str, tuple[TypeHandler, list[int]]] = {}
     for number, handler in handlers:
         if handler is not None:
@@ -253,7 +253,7 @@ def restore_external(
     registry: TypeHandlerRegistry,
     args: Mapping[str, RestoreArgs],
 ) -> Any:
-    """Read the leaves of type handlers, with their ``numbers`` by name, and put them into a loaded tree."""
+    """Read the leaves that have type handlers into a loaded tree; ``numbers`` are their indexes by name."""
     flat = flatten(tree, registry.leaf_types)
     values = list(flat.values)
     external = {position: value for position, value in enumerate(values) if isinstance(value, ExternalLeaf)}
@@ -286,7 +286,7 @@ def restore_external(
 def _explained(
     handler: TypeHandler, method: str, leaves: Sequence[tuple[str, str]], folder: Location | None = None
 ) -> Iterator[None]:
-    """Add to errors of a user's method the leaves it was called for, and their folder."""
+    """Annotate errors from a user-defined handler method with the leaves and folder it was called for."""
     try:
         yield
     except Exception as error:
