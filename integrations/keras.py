@@ -1,4 +1,4 @@
-"""Checkpoints of ``model.fit`` of Keras 3, on torch and jax: :class:`CheckpointCallback`."""
+"""Checkpointing for Keras 3 ``model.fit``, on torch and jax: :class:`CheckpointCallback`."""
 
 from __future__ import annotations
 

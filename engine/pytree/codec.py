@@ -1,6 +1,6 @@
 """The state codec: encodes trees of arrays, objects and plain values so that they load without a template.
 
-Without a template, a checkpoint loads as numpy arrays. So each array of torch and jax is wrapped in a dict that names
+Without a template, a checkpoint loads as numpy arrays. So each torch or jax array is wrapped in a dict that names
 its library. A named tuple or dataclass is wrapped in a dict that names its class, which the program must have defined
 already: nothing is imported, and no constructor is called.
 """

@@ -136,7 +136,7 @@ class CheckpointCallback:
     - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types that it
       had at the save and the shardings of what was passed;
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
-      the restored value as it was saved; the passed value is no template.
+      the restored value as it was saved; the passed value is not a template.
 
     Checkpoints do not include torch gradients. If gradients are accumulated over several batches, ``on_step`` comes
     after ``optimizer.step()``, not after each batch; a warning says if it does not.
@@ -190,7 +190,7 @@ class CheckpointCallback:
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.
         hyperparameters: Which hyperparameters count in a resume if they differ, such as a new learning rate:
-            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
+            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch optimizers and the
             values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
             devices), as far as the program has imported them. Each of several processes has its own, unless they are
@@ -227,7 +227,7 @@ class CheckpointCallback:
         barrier_timeout_secs, load_and_broadcast:
 
     Args: tests
-        clock: Where the time comes from, for tests.
+        clock: The time source, for tests.
 
     Attributes:
         extras: The extras by name as they were restored; as they were passed, after a fresh start.
@@ -330,7 +330,7 @@ class CheckpointCallback:
     def preempted(self) -> bool:
         """True if one of the signals has arrived.
 
-        It costs next to nothing, so evaluation loops may read it, too. A supervisor that watches for hangs then sees
+        Reading it is cheap, so evaluation loops may check it, too. A supervisor that watches for hangs then sees
         that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
@@ -477,7 +477,7 @@ class CheckpointCallback:
 
         Returns:
             Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
-            their methods have returned; arrays are numpy arrays, or tensors of torch if the program has imported
+            their methods have returned; arrays are numpy arrays, or torch tensors if the program has imported
             it.
 
         Raises:
@@ -499,7 +499,7 @@ class CheckpointCallback:
         epoch: Any = None,
         **extras: Any,
     ) -> StepOutcome:
-        """Report that an update is done, and save if a save is due. Call it after every update.
+        """Report a finished update, and save if a save is due. Call it after every update.
 
         When nothing is due it takes some hundred microseconds, most of them to take the state of the global generators,
         and never waits for the device.
@@ -551,7 +551,7 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Report metrics that became known after the step, such as an evaluation's.
+        """Report metrics that became available after the step, such as evaluation metrics.
 
         Args:
             step: The step that was evaluated.
