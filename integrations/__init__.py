@@ -1,4 +1,4 @@
-"""What is built on the engine; importing this package loads no framework.
+"""Integrations built on the engine; importing this package loads no framework.
 
 ``holdfast.integrations.flax`` serves JAX and Flax loops, ``holdfast.integrations.lightning`` Lightning trainers.
 """

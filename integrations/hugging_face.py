@@ -1,4 +1,4 @@
-"""Iterable datasets of Hugging Face, alone or in a loader of torchdata: how a resume loads their states.
+"""Hugging Face iterable datasets, alone or in a torchdata loader: how a resume loads their states.
 
 All iterators of an epoch of such a dataset begin at its last state. So a resume passes it a state that only its next
 iterator uses. Nothing is imported: a dataset is recognised by the name of its class.
@@ -16,26 +16,26 @@ from ..engine.loaders import derives, is_torchdata_loader
 
 logger = logging.getLogger("holdfast")
 
-_STREAM = "examples_iterable"  # the position in the data, next to the epoch, in a state of such a dataset
-_DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # of a dataset, in the state of a loader of torchdata
+_STREAM = "examples_iterable"  # key of the data position in a dataset state, next to "epoch"
+_DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in a torchdata loader state
 
 
 class _Start(dict[str, Any]):
-    """A state of a dataset that its next iterator uses, and no later one."""
+    """A dataset state that only the next iterator uses, as it empties itself once read."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if key == _STREAM:  # An iterator asks for it last.
+        if key == _STREAM:  # read last by an iterator
             self.clear()
         return value
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return the state to load: a dataset starts from it once, in the saved epoch; other objects get it unchanged."""
+    """Return the state to load: a dataset starts from it only once, in the saved epoch; for others, it is unchanged."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):
-        dataset.set_epoch(epoch)  # It ignores a position in another epoch.
+        dataset.set_epoch(epoch)  # the dataset ignores a position in another epoch
     if dataset is source:
         return _Start(state)
     if source.num_workers:
@@ -45,7 +45,7 @@ def as_start(source: Any, state: Any) -> Any:
 
 
 def check_stream(name: str, source: Any) -> None:
-    """Warn of examples that a Hugging Face dataset does not save; raise OptionError if its version loses its place."""
+    """Warn about examples that a Hugging Face dataset state omits; raise OptionError if its version loses its place."""
     if (dataset := _streamed(source)) is None:
         return
     version = getattr(sys.modules.get("datasets"), "__version__", "unknown")
@@ -71,14 +71,14 @@ def check_stream(name: str, source: Any) -> None:
 
 
 def _streamed(source: Any) -> Any | None:
-    """Return an iterable dataset of Hugging Face, or the one that a loader of torchdata reads."""
+    """Return a Hugging Face iterable dataset, itself or as read by a torchdata loader; None for other sources."""
     dataset = source.dataset if is_torchdata_loader(source) else source
     is_stream = derives(dataset, "IterableDataset", "datasets.") and hasattr(dataset, "state_dict")
     return dataset if is_stream else None
 
 
 def _epochs_of(state: Any) -> Iterator[int]:
-    """Generate the epochs in a state of a dataset, or of each worker of a loader; all are the same."""
+    """Yield the epochs in the state of a dataset, or of each loader worker (all are equal)."""
     if isinstance(state, dict):
         if state.keys() == {_STREAM, "epoch"}:
             yield state["epoch"]

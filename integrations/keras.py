@@ -1,4 +1,4 @@
-"""Checkpoints of ``model.fit`` of Keras 3, on torch and jax: :class:`CheckpointCallback`."""
+"""Checkpointing for Keras 3 ``model.fit``, on torch and jax: :class:`CheckpointCallback`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .options import epoch_reason
 
 try:
     from keras.callbacks import Callback
-except ImportError:  # The documentation is made without Keras.
+except ImportError:  # the documentation is built without Keras
     Callback = object
 
 __all__ = ["CheckpointCallback"]
 
-_POSITION = "position"  # the extra with the number of finished epochs, and of batches in the epoch under way
+_POSITION = "position"  # extra with the number of finished epochs, and of batches in the current epoch
 
 logger = logging.getLogger("holdfast")
 
@@ -71,23 +71,23 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         self._loop = LoopCallback(directory, save=policies or None, **options)
         self._extras = dict(extras or {})
         self._began = False
-        self._epoch = 0  # the number of finished epochs
-        self._begin_of_epoch = 0  # the step at which the epoch has begun
-        self._waiting: tuple[int, Any] | None = None  # a batch, with its logs, that may be the last of its epoch
+        self._epoch = 0  # number of finished epochs
+        self._begin_of_epoch = 0  # step at the start of the epoch
+        self._waiting: tuple[int, Any] | None = None  # unreported (batch, logs), maybe the epoch's last
 
     @property
     def loop(self) -> LoopCallback:
-        """The callback of the loop, for everything else: its manager, ``should_stop``, ``proof``."""
+        """The training loop callback, for everything else: its manager, ``should_stop``, ``proof``."""
         return self._loop
 
     @property
     def exit_status(self) -> int:
-        """The status to end the program with, as of ``holdfast.CheckpointCallback``: 75 after a preemption."""
+        """The exit status for the program, as in ``holdfast.CheckpointCallback``: 75 after a preemption."""
         return self._loop.exit_status
 
     @property
     def initial_epoch(self) -> int:
-        """The number of epochs that the checkpoint has finished, for ``initial_epoch`` of ``fit``; 0 without one."""
+        """The number of finished epochs in the checkpoint, for ``fit(initial_epoch=...)``; 0 without a checkpoint."""
         checkpoint = self._loop.peek()
         return 0 if checkpoint is None else int(checkpoint.extras[_POSITION]["epoch"])
 
@@ -103,8 +103,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
     # ---- the hooks of Keras
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore model and optimizer, whose variables exist by now."""
-        if self._began:  # another call to fit continues
+        """Restore the model and optimizer, whose variables exist at this point."""
+        if self._began:  # a further call to fit continues the run
             return
         self._began = True
         start = {"epoch": 0, "batch": 0}
@@ -123,7 +123,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Refuse another epoch than the one that follows the checkpoint."""
+        """Raise StateError unless the epoch is the one that follows the checkpoint."""
         if epoch != self._epoch:
             raise StateError(
                 f"fit begins with initial_epoch={epoch}, and {self._epoch} epochs are in the state: pass "
@@ -131,7 +131,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Report the batch before, which was not the last of its epoch."""
+        """Report the previous batch, which is now known not to be the last of its epoch."""
         self._report_waiting()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -142,11 +142,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             self._report_waiting()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Report the last batch of an epoch, after the validation."""
-        if self._waiting is None:  # The last batch was reported, and has stopped the run.
+        """Report the last batch of an epoch, after its validation."""
+        if self._waiting is None:  # already reported, which stopped the run
             return
         batch, self._waiting = self._waiting[0], None
-        self.model.reset_metrics()  # The next epoch begins with this, and so does a resume.
+        self.model.reset_metrics()  # as at the start of the next epoch, and of a resume
         self._epoch = epoch + 1
         self._ends.finished = self._epoch
         self._report(batch, logs, {"epoch": self._epoch, "batch": 0})
@@ -159,7 +159,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             self._report(batch, logs, {"epoch": self._epoch, "batch": batch + 1})
 
     def _report(self, batch: int, logs: Any, position: Mapping[str, int]) -> None:
-        model = self.model  # On jax, this copies the values of the loop to the model.
+        model = self.model  # on jax, this access copies the loop's values to the model
         step = self._begin_of_epoch + batch + 1
         outcome = self._loop.on_step(step, {"model": model}, metrics=logs, **{_POSITION: position}, **self._extras)
         if outcome.should_stop:
@@ -173,7 +173,7 @@ class _EndsOfEpochs(SavePolicy):
         if n is not None and (type(n) is not int or n < 1):
             raise OptionError(f"every_n_epochs={n!r} must be a whole number of at least 1, or None")
         self._n = n
-        self.finished: int | None = None  # the number of finished epochs, at the end of one
+        self.finished: int | None = None  # number of finished epochs; None within an epoch
 
     def reason(self, moment: Moment) -> str | None:
         return epoch_reason(self._n, self.finished)

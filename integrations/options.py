@@ -1,4 +1,4 @@
-"""The options of training callbacks: the options of every manager, and more that only callbacks have."""
+"""Training callback options: those of every manager, and further ones that only callbacks have."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ It is called with a name, the saved states, the index of the process and the num
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions(CheckpointOptions):
-    """When a callback saves (as soon as any trigger asks for it), what it keeps (for any rule), and how it resumes."""
+    """When a callback saves (if any trigger asks for it), what it keeps (if any rule does), and how it resumes."""
 
-    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # without another one
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # if no other trigger is set
 
     save_at_end: bool = True
     resume: Resume = "auto"
@@ -82,11 +82,11 @@ class CallbackOptions(CheckpointOptions):
         super().__post_init__()
 
     def tree_handler(self) -> PyTreeCheckpointHandler:
-        """Return the handler that saves a tree with these options."""
+        """Return a handler that saves trees with these options."""
         return PyTreeCheckpointHandler(compression=self.compression)
 
     def preemption_signals(self) -> tuple[signal.Signals, ...]:
-        """Return the signals that announce a preemption; refuse names of signals that no process can handle."""
+        """Return the signals that announce a preemption; raise OptionError for signals that a process cannot handle."""
         names = [self.signals] if isinstance(self.signals, str) else list(self.signals)
         return tuple(dict.fromkeys(_signal(name) for name in names))
 
@@ -99,7 +99,7 @@ class CallbackOptions(CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions(CallbackOptions, ProgramPolicies):
-    """Options that only a program can give a callback: the other options of a manager, and the rules of a resume."""
+    """Options that only a program can pass to a callback: further manager options, and rules for a resume."""
 
     clock: Clock | None = None
     metadata: Mapping[str, Any] | None = None

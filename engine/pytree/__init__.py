@@ -1,4 +1,4 @@
-"""Pytrees in memory: named leaves, what is stored of each, templates and transformations."""
+"""Pytrees in memory: named leaves, their descriptions for storage, templates and transformations."""
 
 import lazy_loader
 

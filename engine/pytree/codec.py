@@ -1,6 +1,6 @@
-"""The codec of states: encodes trees with arrays, objects and plain values as trees that load without a template.
+"""The state codec: encodes trees of arrays, objects and plain values so that they load without a template.
 
-Without a template, a checkpoint loads as numpy arrays. So each array of torch and jax is wrapped in a dict that names
+Without a template, a checkpoint loads as numpy arrays. So each torch or jax array is wrapped in a dict that names
 its library. A named tuple or dataclass is wrapped in a dict that names its class, which the program must have defined
 already: nothing is imported, and no constructor is called.
 """
@@ -26,17 +26,17 @@ from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
-_SAVED = "torch.save"  # key of the bytes of an object that torch saves, and loads without running code
-_BYTES = "holdfast.bytearray"  # key of the bytes of a bytearray
-_PAIRS = "holdfast.pairs"  # key of the items of a dictionary with other keys than text and numbers
-_CLASS = "holdfast.class"  # key of the name of a class; its fields have the next key
+_SAVED = "torch.save"  # dict key for an object as bytes from torch.save, which loads without running code
+_BYTES = "holdfast.bytearray"  # dict key for a bytearray's content
+_PAIRS = "holdfast.pairs"  # dict key for the items of a dictionary with keys other than str and int
+_CLASS = "holdfast.class"  # dict key for a class name; the next key has its fields
 _FIELDS = "fields"
 _SEQUENCES = (list, tuple, deque)
-_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
+_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of encoded instances, by name
 
 
 def is_plain(value: object) -> bool:
-    """True if a value consists of plain data only, without arrays or objects."""
+    """True if a value consists only of plain data, without arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -45,14 +45,14 @@ def is_plain(value: object) -> bool:
 
 
 def encode_plain(value: Any) -> Any:
-    """Return plain data for a checkpoint, with only its bytearrays wrapped."""
+    """Encode plain data for a checkpoint; only bytearrays need wrapping."""
     if type(value) in (dict, list, tuple):
         return _rebuilt(value, encode_plain)
     return {_BYTES: bytes(value)} if isinstance(value, bytearray) else value
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, in which `decode_state` finds the libraries of its arrays."""
+    """Return a snapshot of a tree, encoded so that `decode_state` can restore arrays of the same libraries."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -83,7 +83,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Return a value that is no array, such as a dtype, in torch's own format, or unchanged if that would not load."""
+    """Encode a torch.dtype, sparse tensor or the like with torch.save; return it unchanged if it would not load."""
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value
@@ -91,18 +91,18 @@ def _saved_by_torch(value: Any) -> Any:
     try:
         torch.save(value.detach() if is_torch_tensor(value) else value, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-    except Exception:  # torch raises many kinds of errors; the error about the leaf replaces them
+    except Exception:  # torch raises many kinds of errors; a later error about the leaf replaces them
         return value
     return {_SAVED: content.getvalue()}
 
 
 def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a dictionary, list, tuple or deque of the same type with its items converted."""
+    """Convert the items of a dictionary, list, tuple or deque, and keep its type."""
     if type(value) is deque:
         return deque(map(convert, value), value.maxlen)
     if not isinstance(value, dict):
         return type(value)(map(convert, value))
-    # A plain dict would lose the order of an OrderedDict and the type of a Counter, whose update() would add.
+    # A copy keeps the type and order; items are assigned, as Counter.update() would add to them.
     copied = {} if type(value) is dict else value.copy()
     for key, item in value.items():
         copied[key] = convert(item)
@@ -110,7 +110,7 @@ def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def decode_state(value: Any) -> Any:
-    """Return the tree that :func:`encode_state` was given, from its result as loaded without a template."""
+    """Decode the result of :func:`encode_state`, as loaded without a template."""
     if isinstance(value, dict):
         if value.keys() == {_TORCH} or value.keys() == {_TORCH, STRIDES}:
             tensor = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
@@ -133,12 +133,12 @@ def decode_state(value: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """Return a key as it was before the save, which has turned its tuples into lists."""
+    """Convert a key back to its form before the save, which turned tuples into lists."""
     return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
 def instance_of(cls: Any, fields: Mapping[str, Any]) -> Any | None:
-    """Return a named tuple or dataclass with these fields, or None if they do not fit; no code of the class runs."""
+    """Create a named tuple or dataclass with these fields without running its code; None if they do not fit."""
     if not isinstance(cls, type):
         return None
     if issubclass(cls, tuple):
@@ -155,16 +155,16 @@ def instance_of(cls: Any, fields: Mapping[str, Any]) -> Any | None:
 
 
 def import_path(definition: Any) -> str:
-    """Return the name of a class or function: ``"module:qualified.name"``."""
+    """Return the import path of a class or function: ``"module:qualified.name"``."""
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
 def loaded_object(name: str) -> Any:
-    """Return the object with a name such as ``torch.nn:ReLU``, if its module is loaded, or None."""
+    """Return the object at an import path such as ``torch.nn:ReLU`` if its module is loaded, otherwise None."""
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        # A class in a function is not an attribute of anything.
+        # classes defined in functions cannot be found this way
         value = vars(value).get(part) if isinstance(value, type) or hasattr(value, "__dict__") else None
     return value
 

@@ -1,4 +1,4 @@
-"""Containers of a pytree: which values are containers, what their children are, and how to rebuild them."""
+"""Pytree containers: which values are containers, what their children are, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-# Default factories that a document can name; others are not stored.
+# Default factories (of a defaultdict) that a document can name; others are not stored.
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
 class Contents(NamedTuple):
-    """An opened container: the fields of `TreeDef`, with values in place of definitions."""
+    """An opened container: the fields of `TreeDef`, with child values in place of child definitions."""
 
     kind: str
     keys: list[Any] | None
@@ -27,7 +27,7 @@ class Contents(NamedTuple):
 
 
 def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
-    """Open one container; return None for a leaf. ``objects`` are the earlier nnx objects of the tree."""
+    """Open a single container; return None for a leaf. ``objects`` collects the nnx objects of the tree."""
     opener = _EXACT.get(type(value))
     if opener is not None:
         return opener(value)
@@ -41,7 +41,7 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
         number, variables = objects.state_of(value)
         build = partial(objects.build, number, list(variables))
         return Contents("node", list(variables), list(variables.values()), build, class_name(value))
-    # Built-in types are not looked up: only classes can be registered with jax.
+    # Built-in types are skipped, as only other classes can be registered with jax.
     is_registrable = type(value).__module__ != "builtins" and loaded("jax") is not None
     if is_registrable and (contents := _open_registered(value)) is not None:
         return contents
@@ -69,7 +69,7 @@ def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]
 
 
 def build_counter(pairs: Iterable[tuple[Any, Any]]) -> Any:
-    """Build a Counter; its constructor would count pairs."""
+    """Build a Counter from pairs, which its constructor would count instead."""
     return Counter(dict(pairs))
 
 
@@ -79,7 +79,7 @@ def _open_mapping(value: Any, kind: str, make: Callable[[Any], Any], label: str 
 
 
 def _open_ordered(value: Any) -> Contents:
-    if value.__dict__:  # torch keeps versions of modules in an attribute of its state dicts
+    if value.__dict__:  # such as the _metadata attribute of torch state dicts, with module versions
         keys = list(value)
         return Contents("ordered_dict", keys, list(value.values()), partial(_copied, value, operator.setitem, keys))
     return _open_mapping(value, "ordered_dict", OrderedDict)
@@ -108,7 +108,7 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
 
 
 def opens_as(subclass: type, kind: str) -> None:
-    """Treat a class derived from dict or list as a container of that kind, even if it is registered with jax."""
+    """Treat a dict or list subclass as a container of that kind, even if it is registered with jax."""
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
@@ -120,27 +120,27 @@ def is_nnx(value: object) -> bool:
     """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
-    # Module, Optimizer and Rngs have this common base, whose name differs between releases.
+    # The common base class of Module, Optimizer and Rngs, whose name differs between releases.
     base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
     return isinstance(value, (base, nnx.Module, nnx.Optimizer)) and not isinstance(value, nnx.Variable)
 
 
 class NnxObjects:
-    """The nnx objects of one tree. A variable that several of them share belongs to the first, also after a load."""
+    """The nnx objects of one tree. A shared variable belongs to the first object that has it, also after a load."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._copies: Any = None
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
-        """Return the number of an object in the tree, and the variables that no earlier object has, by their keys."""
+        """Return an object's index in the tree, and by key its variables that no earlier object has."""
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
         return number, dict(state[number].items()) if number in state else {}
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
-        """Return a copy of an object, which may be abstract, with these variables."""
+        """Return a copy of an object (perhaps abstract) with these variables."""
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:
@@ -150,16 +150,16 @@ class NnxObjects:
 
 
 def _has_own_children(value: tuple[Any, ...]) -> bool:
-    """True if a named tuple is registered with jax and has other children than its fields."""
+    """True if a named tuple is registered with jax so that its children are not its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 
 
 def _open_registered(value: object) -> Contents | None:
-    """Open one level of a type that is registered with jax; static fields stay in the treedef."""
+    """Open one level of a type registered with jax; static fields stay in the treedef."""
     children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(children) == 1 and children[0][0] == ():
-        return None  # a leaf for jax
+        return None  # jax treats it as a leaf
     entries = [path[0] for path, _ in children]
     values = [StaticLeaf.of(child) or child for _, child in children]
     has_functions = any(type(child) is StaticLeaf for child in values)
@@ -174,7 +174,7 @@ def _with_functions(treedef: Any, children: list[Any]) -> Any:
 
 
 def _entry_key(entry: Any) -> Any:
-    names = ("key", "name", "idx")  # of DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
+    names = ("key", "name", "idx")  # attributes of DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
     return next((getattr(entry, name) for name in names if hasattr(entry, name)), str(entry))
 
 
@@ -190,7 +190,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    # A copy keeps everything else. A constructor may recompute fields, or have no argument for some.
+    # Copied, not constructed: a constructor may recompute fields, or lack arguments for some.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
         assign(built, key, value)

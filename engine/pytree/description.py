@@ -1,4 +1,4 @@
-"""Describes all leaves of a tree for storage, or raises one error for all leaves that cannot be stored."""
+"""Describes the leaves of a tree for storage, and reports all that cannot be stored in one error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
 
 def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int = 0) -> list[ArrayLeaf | ValueLeaf]:
-    """Describe leaves for storage. All copies from devices start before the first is waited for.
+    """Describe leaves for storage. All device-to-host copies are started before the first is awaited.
 
     With ``pinned_bytes``, a snapshot of the leaves must follow: it copies the arrays on accelerators, through at most
     this many bytes of pinned memory.
@@ -54,8 +54,8 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
-    """Start copying values to the host, as far as needed; return a function for each type that describes its values."""
-    types = dict(zip(map(type, values), values, strict=True))  # a tree has few types
+    """Start the required copies of values to the host; return for each type a function that describes its values."""
+    types = dict(zip(map(type, values), values, strict=True))  # one example per type, as a tree has few types
     libraries = {kind: library_of(value) for kind, value in types.items()}
     of_jax = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(types[kind])}
     of_torch = {kind for kind, name in libraries.items() if name == "torch"}
@@ -86,7 +86,7 @@ _FACTS_OF: dict[str | None, Callable[[Any], Any]] = {"jax": jax_facts, "torch": 
 
 
 def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
-    """Raise the error that `describe` would raise for these leaves. Nothing is copied; abstract leaves are passed."""
+    """Raise the error that `describe` would raise for these leaves. Nothing is copied; abstract leaves are accepted."""
     problems: list[tuple[str, str]] = []
     for name, value in zip(names, values, strict=True):
         try:
@@ -100,9 +100,9 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the names of jax arrays on the host that share memory with other leaves, each with the other's name.
+    """Return pairs of names: a jax array on the host, and a leaf that shares its memory and may still change.
 
-    Neither jax nor numpy reports memory that both use; the addresses show it if both arrays are leaves.
+    Neither jax nor numpy reports such sharing; the addresses reveal it if both arrays are leaves.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
     if not any(leaf.details["kind"] == "jax" for _, leaf in named):
@@ -114,7 +114,7 @@ def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str
     for name, leaf in named:
         for array in _on_host(leaf) if leaf.details["kind"] == "jax" else ():
             low, high = _bounds(array)
-            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # that begins before the end of this one
+            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # the last to begin before this one ends
             if low < high and last >= 0 and changing[last][1] > low:
                 shared[name] = changing[last][2]
     return list(shared.items())
@@ -125,7 +125,7 @@ def _on_host(leaf: ArrayLeaf) -> list[NDArray[Any]]:
 
 
 def _bounds(array: NDArray[Any]) -> tuple[int, int]:
-    """Return the address of the first byte of an array, and the address after its last byte."""
+    """Return the address of an array's first byte, and the address after its last byte."""
     start = array.__array_interface__["data"][0]
     if not array.size:
         return start, start
@@ -150,7 +150,7 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {name}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    # Environments, such as those of gymnasium, have these methods.
+    # Environments, such as gymnasium's, have these methods.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
             f"is an environment ({name}); leave it out, and begin an episode after a resume with a seed that follows "
@@ -164,7 +164,7 @@ def _refuse(value: Any) -> ArrayLeaf:
 
 
 class TakenLeaves(NamedTuple):
-    """The leaves of a tree like an earlier one, in the order of the positions in `KnownLeaves`."""
+    """The leaves of a tree that matches an earlier one, in the order of the positions in `KnownLeaves`."""
 
     tensors: list[Any]  # these are copied
     arrays: list[Any]  # these are copied
@@ -173,7 +173,7 @@ class TakenLeaves(NamedTuple):
 
 
 class KnownLeaves:
-    """Facts of the leaves of a tree, by which a later tree with leaves that are alike is recognised.
+    """Facts about the leaves of a tree, to recognise later trees with matching leaves.
 
     Most leaves are of a few kinds: these are checked together, and keep their descriptions. The others are described
     again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says which leaves
@@ -197,10 +197,10 @@ class KnownLeaves:
                 (kind == "array" and not copied)
                 or (kind == "tensor" and not (copied and is_small(value)))
                 or (kind == "jax" and not is_whole(value.sharding))
-                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # of more than 64 bits
+                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # beyond 64 bits
             )
             groups["other" if is_alone else kind].append(position)
-        # Arrays of numpy, small tensors on the host, arrays of jax on one device, and numbers and None.
+        # Numpy arrays; small host tensors; single-device jax arrays; numbers and None; all others.
         self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
         self.tensor_facts = small_facts([values[position] for position in self.tensors])
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
@@ -209,7 +209,7 @@ class KnownLeaves:
         self._held = {position: leaves[position].details for position in self.whole}
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
-        """Return the leaves of a tree, ready to be copied or held; None if they are not like the known ones."""
+        """Return the leaves of a tree, ready to be copied or held; None if they do not match the known ones."""
         if list(map(type, values)) != self.types:
             return None
         get = values.__getitem__
@@ -225,11 +225,11 @@ class KnownLeaves:
         copies = self._whole.start(whole, self._pinned_bytes)
         if copies is None:
             return None
-        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # 0 would change how they are described
+        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # not 0, which would change their descriptions
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
-            return None  # all leaves are then described again, for an error that lists every problem
+            return None  # the caller describes all leaves again, to list every problem
         if list(map(_facts, others)) != self._others:
             return None
         return TakenLeaves(tensors, arrays, [*copies.wait(), *plain], others)
@@ -240,7 +240,7 @@ class KnownLeaves:
         return [*self.whole, *self.plain]
 
     def held_leaf(self, position: int, value: Any) -> ArrayLeaf | ValueLeaf:
-        """Describe a leaf that is held, not copied."""
+        """Describe a leaf that is held instead of copied."""
         details = self._held.get(position)
         return describe_python(value) if details is None else ArrayLeaf.of(np.asarray(value), details)
 
@@ -249,7 +249,7 @@ _ARRAY_FACTS = attrgetter("dtype", "shape")
 
 
 def _kind(value: Any) -> str:
-    """Return the group that a leaf of this type may belong to."""
+    """Return the group that leaves of this type may belong to."""
     if type(value) is np.ndarray:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):
@@ -261,7 +261,7 @@ def _kind(value: Any) -> str:
 
 
 def _facts(leaf: ArrayLeaf | ValueLeaf) -> tuple[Any, ...] | None:
-    """Return a description without the elements; None for a value that is not an array."""
+    """Return an array's description without its elements; None for other values."""
     if isinstance(leaf, ValueLeaf):
         return None
     boxes = [(piece.start, piece.array.shape) for piece in leaf.pieces]

@@ -1,4 +1,4 @@
-"""Elements of torch tensors on accelerators, and their copies into pinned host memory.
+"""Torch tensors on accelerators, and their asynchronous copies into pinned host memory.
 
 The copies run on the device while the program continues. Their rules:
 
@@ -30,19 +30,19 @@ from .leaves import Piece, torch
 
 _logger = logging.getLogger("holdfast")
 
-ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied in this way; torch has a module of this name
+ACCELERATORS = {"cuda"}  # device types with such copies; each is also the name of a torch module
 
-# torch rounds the size of pinned memory up to a power of two, so blocks of such a size waste nothing.
+# A power of two, as torch rounds pinned allocations up to one, so that no memory is wasted.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
-LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not cut to fill less than this at the end of a block
-_SMALL = 64 << 10  # bytes; starting the copy of a smaller tensor takes longer than the copy
-_GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
-FIRST_BYTES = 256 << 20  # bytes of the first wait; each later wait is for twice as many, because a wait costs time
+LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not split to fill a smaller rest of a block
+_SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
+_GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait; each later wait covers twice as many, as waits are costly
 
 
 class DeviceArray:
-    """Elements on an accelerator, instead of a host array until a snapshot copies them.
+    """Elements on an accelerator, in place of a host array until a snapshot copies them.
 
     The tensor has elements of the same size as the dtype, and neither a gradient nor a conjugate bit.
     """
@@ -70,16 +70,16 @@ class DeviceArray:
 
 
 def is_copied_later(tensor: Any) -> bool:
-    """True if a snapshot can start the copy of a tensor: an ordinary one on such a device."""
+    """True if a snapshot can copy a tensor asynchronously: an ordinary tensor on a supported accelerator."""
     if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
         return False
-    if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
+    if torch._C._len_torch_dispatch_stack():  # a dispatch mode may intercept the copy
         return False
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 class Copy(NamedTuple):
-    """One copy: a host array, contiguous, the elements that go there, and the number of their leaf."""
+    """A copy to be made: contiguous host array as target, elements on the device, and index of their leaf."""
 
     target: NDArray[Any]
     source: DeviceArray
@@ -87,16 +87,16 @@ class Copy(NamedTuple):
 
 
 class Arrival:
-    """Copies that were started, in the order of their leaves on each device."""
+    """Copies in progress, in leaf order on each device."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[int, Any]] = []  # the number of the first leaf that each waits for, and the event
-        self.held: list[Any] = []  # sources of the copies; foreign memory may be freed with its last tensor
+        self.events: list[tuple[int, Any]] = []  # (index of the first leaf covered, event)
+        self.held: list[Any] = []  # copy sources, kept alive as foreign memory may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies; yield from time to time the number of leaves that have arrived, counted from the first.
+        """Wait for the copies; yield now and then the number of leaves, counted from the first, that have arrived.
 
-        If a copy fails, raise RuntimeError as soon as none is under way.
+        If a copy fails, raise RuntimeError once no copy is in progress any more.
         """
         errors: list[RuntimeError] = []
         self.events.sort(key=operator.itemgetter(0))
@@ -104,7 +104,7 @@ class Arrival:
             _, event = self.events.pop(0)
             try:
                 event.synchronize()
-                # The caller writes in between, which takes longer than the copies. Sources are not held that long.
+                # Skip copies that finished while the caller was writing, so that sources are released early.
                 while self.events and self.events[0][1].query():
                     self.events.pop(0)
             except RuntimeError as error:
@@ -122,15 +122,15 @@ class Arrival:
 
 
 class PinnedMemory:
-    """Blocks of pinned memory, allocated once and refilled by each snapshot, and the streams that fill them."""
+    """Blocks of pinned memory, allocated once and reused by each snapshot, and the streams that fill them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit  # bytes
-        self._blocks: list[Any] = []  # tensors of bytes
-        self._by_address: list[tuple[int, Any]] = []  # the same, sorted
-        self._block = 0  # the block that is being filled
+        self._blocks: list[Any] = []  # uint8 tensors
+        self._by_address: list[tuple[int, Any]] = []  # (address, block), sorted by address
+        self._block = 0  # index of the block being filled
         self._offset = 0
-        self._needed = 0  # bytes that have no memory yet
+        self._needed = 0  # bytes of this snapshot still to be placed
         self._streams: dict[Any, Any] = {}
         self._last = Arrival()
 
@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Generate the parts of a piece, each with its memory, which is not pinned if no more memory can be."""
+        """Yield the parts of a piece, each with its target memory, which is pageable if no more can be pinned."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Return how many bytes fit into the current block, or into the next if hardly any do; 0 if there is none."""
+        """Return how many bytes are free in the current block, or in the next if too few are; 0 without a block."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
@@ -171,7 +171,7 @@ class PinnedMemory:
             self._block, self._offset = self._block + 1, 0
 
     def _grow(self) -> bool:
-        """Add a block; return whether that was possible."""
+        """Allocate another block; return whether that was possible."""
         size = min(BLOCK_BYTES, 1 << (max(self._needed, LEAST_ROOM_BYTES) - 1).bit_length())
         while self.nbytes + size > self._limit:
             size //= 2
@@ -181,8 +181,8 @@ class PinnedMemory:
             with torch.inference_mode(False):
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
-            self._limit = self.nbytes  # so that it is not tried again
-            # Only the text: a handler that keeps records would keep the error's frames, and so the snapshot's memory.
+            self._limit = self.nbytes  # do not try again
+            # Only the text: a log handler that keeps records would keep the error's frames, and with them the snapshot.
             text = str(error)
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
@@ -191,7 +191,7 @@ class PinnedMemory:
         return True
 
     def _tensor_over(self, start: int, nbytes: int) -> Any | None:
-        """Return the bytes at an address as a part of their block, which torch knows as pinned; None if not pinned."""
+        """Return bytes at an address as a slice of their block, which torch knows is pinned; None if not pinned."""
         number = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
         if number < 0:
             return None
@@ -200,9 +200,9 @@ class PinnedMemory:
         return block[offset : offset + nbytes] if offset + nbytes <= block.numel() else None
 
     def start(self, copies: Sequence[Copy]) -> Arrival:
-        """Start copies. Copies to memory that is not pinned are done on return."""
-        with contextlib.suppress(RuntimeError):  # an error of the last save does not concern this one
-            self._last.wait()  # an interrupted save has not waited for its copies
+        """Start copies. Copies to unpinned memory are already complete on return."""
+        with contextlib.suppress(RuntimeError):  # an error of the previous save does not matter here
+            self._last.wait()  # an interrupted save may not have waited for its copies
         arrival = self._last = Arrival()
         devices: dict[Any, list[_Started]] = {}
         rest: list[Copy] = []
@@ -232,7 +232,7 @@ class PinnedMemory:
         return arrival
 
     def _start_on(self, device: Any, group: Sequence[_Started], arrival: Arrival) -> None:
-        streams = getattr(torch, device.type)  # the module with its streams and events, such as ``torch.cuda``
+        streams = getattr(torch, device.type)  # torch module with Stream and Event, such as ``torch.cuda``
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = streams.Stream(device)
@@ -242,7 +242,7 @@ class PinnedMemory:
         first, nbytes, enough = group[0].position, 0, FIRST_BYTES
 
         def mark() -> Any:
-            event = streams.Event(blocking=True)  # the thread that waits for it sleeps
+            event = streams.Event(blocking=True)  # the waiting thread sleeps instead of spinning
             event.record(side)
             arrival.events.append((first, event))
             return event
@@ -261,13 +261,13 @@ class PinnedMemory:
                         _over(run[0].target, run[0].source).copy_(run[0].source, non_blocking=True)
                     nbytes += sum(copy.target.numel() for copy in run)
         finally:
-            # After an error, too, the copies that were started must end before the arrays change.
+            # Even after an error, copies in progress must end before the program changes the arrays.
             last = mark()
             for stream in program:
                 stream.wait_event(last)
 
     def _gather(self, device: Any, run: Sequence[_Started]) -> None:
-        """Copy small tensors with neighbouring targets at once: the device joins them in the layout of the host."""
+        """Copy small tensors with adjacent targets at once: they are joined on the device in the host layout."""
         first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}
@@ -283,7 +283,7 @@ class PinnedMemory:
 
 
 class _Started(NamedTuple):
-    """A copy to pinned memory: its address, that memory as a tensor of bytes, the elements, and the leaf's number."""
+    """A copy to pinned memory: target address, target as a uint8 tensor, source tensor, and leaf index."""
 
     address: int
     target: Any
@@ -296,7 +296,7 @@ class _Started(NamedTuple):
 
 
 def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
-    """Group the copies to start together: small ones to neighbouring bytes of one block; others are alone."""
+    """Group copies into runs: small ones with adjacent targets in one block together, others alone."""
     run: list[_Started] = []
     for copy in group:
         small = copy.target.numel() < _SMALL and copy.source.element_size() <= 8
@@ -316,12 +316,12 @@ def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
 
 
 def _over(memory: Any, like: Any) -> Any:
-    """Return bytes as a tensor of the shape and dtype of another."""
+    """View bytes as a tensor with the shape and dtype of another."""
     return memory.view(like.dtype).view(like.shape)
 
 
 def _cut(piece: Piece, room: int) -> list[Piece]:
-    """Cut a piece in two along its first axis longer than 1; the first part has at most `room` bytes if possible."""
+    """Split a piece along its first axis longer than 1, so that the first part has at most `room` bytes if possible."""
     shape = piece.array.shape
     axis = next(axis for axis, size in enumerate(shape) if size > 1)
     row = piece.array.nbytes // shape[axis]
@@ -335,8 +335,8 @@ def _cut(piece: Piece, room: int) -> list[Piece]:
 
 
 def default_pinned_bytes() -> int:
-    """Return half of the machine's memory, divided by the number of its processes."""
-    # torchrun and Lightning report how many processes share the machine.
+    """Return half of the machine's memory, divided by its number of training processes."""
+    # torchrun and Lightning set LOCAL_WORLD_SIZE to the number of processes on the machine.
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(count) if count.isdecimal() and int(count) else 1
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // processes

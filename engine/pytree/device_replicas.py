@@ -1,4 +1,4 @@
-"""Replicas of jax arrays: whether all devices hold the same values, as the arrays declare.
+"""Checks replicated jax arrays: whether all devices really hold the same values.
 
 ``shard_map`` without its check, for example, returns an array that each device may have computed from its own data. A
 save writes one replica, and a restore copies it to all devices.
@@ -16,11 +16,11 @@ import numpy as np
 from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, jax, loaded
 
-_EVEN = 0x3C6EF372  # makes the weights of the words of a checksum odd, so that every single change shows
+_EVEN = 0x3C6EF372  # even, so that the checksum's word weights are odd and any single changed word is detected
 
 
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Generate the names of jax arrays whose replicas differ in their bits, among the devices of this process.
+    """Yield the names of jax arrays whose replicas differ bitwise among the devices of this process.
 
     With each come the devices that hold the replica that a save writes, and the devices that hold others. Each device
     computes a checksum of its replica.
@@ -48,11 +48,11 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
 
 
 def _checksums(replicas: Sequence[Any]) -> Any:
-    """Return a scalar that has the checksum of each device's replica on that device."""
+    """Return a scalar array that holds on each device the checksum of the device's replica."""
     mesh = jax.sharding.Mesh(np.array([next(iter(replica.devices())) for replica in replicas]), "replicas")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
-    # The program may have set another mesh.
+    # Set explicitly, as the program may have set another mesh.
     use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", nullcontext)
     with use_mesh(mesh):
         return _compiled()(array)

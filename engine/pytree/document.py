@@ -1,4 +1,4 @@
-"""Trees as JSON: the containers and the documents of the leaves, for ``tree.json``.
+"""Tree documents: the containers and leaves of a tree as JSON, for ``tree.json``.
 
 A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. The documents of the
 leaves follow in a list. A document that many leaves share is stored once, under "facts", and the list has its number.
@@ -23,27 +23,27 @@ from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
-_LENGTH = re.compile("[0-9]{1,18}")  # of a deque at most
-_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by stored keys, which many layers share
+_LENGTH = re.compile("[0-9]{1,18}")  # maxlen of a deque, as text
+_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and segments by stored keys, which layers share
 
 
 class TreeDocument(NamedTuple):
-    """The containers that a document describes, of plain Python types; without a structure the tree is a bare leaf."""
+    """The containers described by a document, as plain Python types; without a structure, the tree is a bare leaf."""
 
     structure: TreeDef | None
 
     def build(self, values: Sequence[Any]) -> Any:
-        """Put the leaves into dict (with typed keys), OrderedDict, defaultdict, Counter, list, tuple and deque."""
+        """Rebuild the tree with dict (with typed keys), OrderedDict, defaultdict, Counter, list, tuple and deque."""
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
-        """Return the tree with only the chosen leaves, without containers that have none left."""
+        """Return the tree with only the chosen leaves, without containers that become empty."""
         if self.structure is None:
             return self
         return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
 
     def below(self, segments: Sequence[str]) -> TreeDocument:
-        """Return the container at a path, which must exist; its keys are written as in the names of leaves."""
+        """Return the container at a path, which must exist, given its escaped keys as in leaf names."""
         node = self.structure
         for segment in segments:
             assert node is not None
@@ -54,8 +54,8 @@ class TreeDocument(NamedTuple):
 def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tree = None if structure is None else _encode_node(structure)
     facts: list[dict[str, Any]] = []
-    entries: dict[int, dict[str, Any] | int] = {}  # keys are the identities of documents, which leaves share
-    equal: dict[str, int] = {}  # keys are contents: what is written does not depend on which leaves share a document
+    entries: dict[int, dict[str, Any] | int] = {}  # by id, as leaves share documents
+    equal: dict[str, int] = {}  # by content, so that the output does not depend on which leaves share an object
     identities = list(map(id, leaf_documents))
     for identity, document in dict(zip(identities, leaf_documents, strict=True)).items():
         if _has_value(document):
@@ -70,7 +70,7 @@ def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, An
 
 
 def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]], TreeDocument]:
-    """Return the names of the leaves, their documents and the containers that `to_document` stored."""
+    """Return the leaf names, leaf documents and containers that `to_document` stored."""
     leaves, facts = document.get("leaves"), document.get("facts", [])
     if not isinstance(leaves, list) or not isinstance(facts, list) or "tree" not in document:
         raise DamagedCheckpointError("the tree's document lacks its 'tree' or its list of 'leaves'")
@@ -78,7 +78,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
         raise DamagedCheckpointError("the tree's document has one value for several leaves")
     if facts:
         leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
-    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # most leaves share a document
+    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # once per document, as most leaves share one
         if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
             raise DamagedCheckpointError(f"leaf {leaves.index(leaf)} of the tree's document has no kind")
     names: list[str] = []
@@ -89,16 +89,16 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 
 
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
-    """Return the document of the leaves that match patterns, and their positions in the tree.
+    """Return a document with only the leaves that match patterns, and their positions in the tree.
 
-    The other leaves are skipped, without an object for each. A pattern that matches nothing is an error.
+    Other leaves are skipped without creating an object for each. A pattern that matches nothing is an error.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:
         tree = lookup.below(document["tree"], [(pattern, pattern.begin) for pattern in lookup.unmatched], 0)
         leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        lookup.numbers = []  # The tree is one leaf, or decoding the whole document says what is wrong with it.
+        lookup.numbers = []  # a bare leaf, or damage that decoding the whole document below reports
     if lookup.unmatched or not lookup.numbers:
         names = from_document(document)[0]
         choose(names, patterns)
@@ -106,31 +106,31 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-_Progress = Sequence[tuple[Pattern, Collection[int]]]  # patterns, each with the positions that a path has reached
+_Progress = Sequence[tuple[Pattern, Collection[int]]]  # each pattern with the positions that a path has reached in it
 
 
 class _Lookup:
-    """Finds leaves in the document of containers: their positions in the tree, and the patterns that match none."""
+    """Finds matching leaves in a container document: their positions in the tree, and the patterns that match none."""
 
     def __init__(self, patterns: Sequence[Pattern]) -> None:
         self.unmatched = list(patterns)
         self.numbers: list[int] = []
-        self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
+        self._counts: dict[int, int] = {}  # number of leaves below each container, by id
 
     def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
-        """Return a container, which ``number`` leaves precede, with only the leaves that match, or None without any."""
+        """Return a container with only its matching leaves, or None if there are none; ``number`` leaves precede it."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         try:
             text = "".join(segments)
-        except TypeError:  # Some keys are not text.
+        except TypeError:  # some keys are not strings
             segments = _decode_keys(stored, "", {})[1]
             text = "".join(segments)
         literals = [pattern.literal(positions) for pattern, positions in progress]
         indices: Iterable[int] = range(len(children))
-        if None not in literals and "%2E" not in text:  # which may be several keys of a pattern
+        if None not in literals and "%2E" not in text:  # an escaped dot may separate several pattern keys
             wanted = {key for keys in literals for key in keys or ()}
-            indices = compress(indices, map(wanted.__contains__, segments))  # no Python code for each child
+            indices = compress(indices, map(wanted.__contains__, segments))  # avoids a Python loop over the children
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:
@@ -168,7 +168,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document holds a value. Leaves never share it: a few bytes could expand to many large values."""
+    """True if a document holds a value, which leaves must not share: a few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 
@@ -208,7 +208,7 @@ def _decode_node(document: Any, name: str, names: list[str], decoded: _Keys, dep
         if len(keys) != len(children):
             raise _damaged(name, f"has {len(keys)} keys and {len(children)} children")
     below = [f"{name}.{segment}" for segment in segments] if name else segments
-    if children.count(None) == len(children):  # most containers
+    if children.count(None) == len(children):  # the common case
         names += below
         return _plain_node(kind, keys, children, label)
     nodes = [_decode_node(child, path, names, decoded, depth + 1) for path, child in zip(below, children, strict=True)]
@@ -238,7 +238,7 @@ def _decode_keys(stored: Any, name: str, decoded: _Keys) -> tuple[list[Key], lis
 
 
 def _decode_key(stored: Any) -> tuple[Key, str]:
-    """Return a key, and the segment that it adds to the names of leaves."""
+    """Decode a key; return it with the segment that it adds to leaf names."""
     if isinstance(stored, str):
         return unescape_key(stored), stored
     if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:
@@ -281,7 +281,7 @@ def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None
 
 
 def _select(node: TreeDef, flags: Any) -> TreeDef | None:
-    """Return a container with only the chosen leaves, or None if none is chosen."""
+    """Return a container with only the chosen leaves, or None if none are chosen."""
     kept: dict[int, TreeDef | None] = {}
     for index, child in enumerate(node.children):
         if child is None:

@@ -1,4 +1,4 @@
-"""Trees are flattened into named leaves and containers, and unflattened again."""
+"""Flattens trees into named leaves and containers, and unflattens them again."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from .leaves import (
 )
 from .names import escape_first, escape_keys, format_path
 
-# A key of a mapping or the name of an attribute. Documents distinguish ``True`` from 1. Tuples consist of such keys:
-# numpyro has them in its states, for groups of parameters.
+# A mapping key or an attribute name. Documents distinguish ``True`` from 1. Tuples consist of such keys themselves:
+# numpyro states use them for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
-MAX_DEPTH = 200  # levels of containers; deeper trees are errors, as code that walks trees, JSON included, recurses
+MAX_DEPTH = 200  # container levels; deeper trees are refused, as code that walks trees (JSON included) recurses
 
-_LARGEST_KEY = 1 << 63  # integer keys have 64 bits
-_DEEPEST_KEY = 8  # levels of tuples in a key
-# The array types of the frameworks in use are added to these.
+_LARGEST_KEY = 1 << 63  # integer keys must fit 64 bits
+_DEEPEST_KEY = 8  # maximum tuple nesting in a key
+# Array types of imported frameworks are added on first use.
 _LEAF_TYPES: set[type] = {*PLAIN, set, frozenset, np.ndarray, LeafMetadata, StaticLeaf}
 
 
 @dataclass(slots=True)
 class TreeDef:
     # "dict", "ordered_dict", "default_dict", "counter", "mapping", "list", "tuple", "deque", "namedtuple", "dataclass",
-    # or "node" (a type that is registered with jax).
+    # or "node" (a type registered as a jax pytree node).
     kind: str
     keys: list[Key] | None  # one key for each child, or None for the sequences "list", "tuple" and "deque"
     children: list[TreeDef | None]  # the definition of each child, or None for a leaf
-    build: Callable[[list[Any]], Any]  # makes the container from its children, in the order of `children`
-    label: str | None = None  # the name of the class, or of the default factory; of a deque, its maxlen
+    build: Callable[[list[Any]], Any]  # builds the container from its children's values, in the order of `children`
+    label: str | None = None  # name of the class or default factory; for a deque, its maxlen
 
     @property
     def segments(self) -> list[str]:
-        """The part that each child adds to the names of the leaves below."""
+        """The name segment that each child adds to the names of the leaves below it."""
         return key_segments(self.keys, len(self.children))
 
     def named_children(self, name: str) -> list[tuple[str, TreeDef | None]]:
-        """Return the children of a container of this name, each with its own name."""
+        """Return the children with their full names, given the container's name."""
         prefix = f"{name}." if name else ""
         return [(prefix + segment, child) for segment, child in zip(self.segments, self.children, strict=True)]
 
@@ -71,9 +71,9 @@ class TreeDef:
 
 @dataclass(slots=True)
 class Flattened:
-    names: list[str]  # the name of each leaf; all are different
+    names: list[str]  # leaf names, all different
     values: list[Any]  # the leaves, in the same order
-    structure: TreeDef | None  # the containers; None if the tree is one bare leaf
+    structure: TreeDef | None  # the containers; None if the tree is a bare leaf
 
 
 def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
@@ -103,7 +103,7 @@ class _Walk:
         self.values: list[Any] = []
         self.problems: list[str] = []
         self.objects = NnxObjects()
-        self.above: dict[int, str] = {}  # containers that are being walked: id -> name
+        self.above: dict[int, str] = {}  # containers on the current path: id -> name
 
     def visit(self, value: Any, name: str, depth: int) -> TreeDef | None:
         if is_leaf(value) or isinstance(value, self.leaf_types) or (contents := expand(value, self.objects)) is None:
@@ -130,7 +130,7 @@ class _Walk:
         self.above[id(value)] = name
         children: list[TreeDef | None] = []
         for segment, child in zip(segments, values, strict=True):
-            if type(child) in _LEAF_TYPES:  # `visit` without the call
+            if type(child) in _LEAF_TYPES:  # `visit` inlined, for speed
                 self.names.append(prefix + segment)
                 self.values.append(child)
                 children.append(None)
@@ -141,27 +141,27 @@ class _Walk:
 
 
 def is_leaf(value: Any) -> bool:
-    """True if a value is an array or scalar, which is never opened although it may be iterable or registered."""
+    """True for arrays, scalars and the like, which are never opened even if iterable or registered with jax."""
     kind = type(value)
     if kind in _LEAF_TYPES:
         return True
     if isinstance(value, PLAIN):
-        return True  # subclasses; not remembered, as a program may make any number of classes
+        return True  # subclasses are not cached, as a program may create any number of classes
     library = library_of(value)
-    # Tracers, keys and classes of the program are not remembered either.
+    # Tracers, keys and the program's own classes are not cached either.
     if library in ("jax", "torch") and kind.__module__.startswith(("jaxlib", "torch")):
         _LEAF_TYPES.add(kind)
     return library is not None or is_jax_abstract(value)
 
 
 class KeyProblem(ValueError):  # noqa: N818 - callers add the path of the key
-    """Why a key cannot be stored."""
+    """Raised for a key that cannot be stored, with the reason."""
 
 
 def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
-    """Return the part that each key of a container, or each of the ``count`` children of a sequence, adds to names.
+    """Return the name segment for each key of a container, or for each of the ``count`` children of a sequence.
 
-    All parts differ: if an int and a str key have the same text (``1`` and ``"1"``), the str is escaped.
+    All segments differ: if an int and a str key have the same text (``1`` and ``"1"``), the str is escaped.
     """
     if keys is None:
         return [str(index) for index in range(count)]
@@ -179,7 +179,7 @@ def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
 
 
 def plain_key(key: object, depth: int = 0) -> Key:
-    """Return the plain str, int or bool, or the tuple of them, that equals a key."""
+    """Convert a key to the equal plain str, int or bool, or tuple of these."""
     if isinstance(key, str):
         return str.__str__(key)
     if isinstance(key, bool | np.bool_):
@@ -197,7 +197,7 @@ def plain_key(key: object, depth: int = 0) -> Key:
 
 
 def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
-    """Put leaves, in the order of `flatten`, back into containers; without a structure the tree is a bare leaf."""
+    """Rebuild a tree from leaves in the order of `flatten`; without a structure, the tree is a bare leaf."""
     remaining = iter(values)
     try:
         tree = next(remaining) if structure is None else _build(structure, remaining)
@@ -214,9 +214,9 @@ def _build(node: TreeDef, values: Any) -> Any:
 
 
 class Outline:
-    """The containers and keys of a tree, by which a later tree of the same structure is recognized.
+    """The containers and keys of a tree, to recognize later trees of the same structure.
 
-    It holds keys and names of classes, but neither leaves nor containers.
+    It refers to keys and class names only, neither to leaves nor to containers.
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
@@ -238,7 +238,7 @@ _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_
 
 
 class _Container(TreeDef):
-    """One container of an outline. It cannot build a container: the function that does may refer to arrays."""
+    """A container of an outline. It has no real build function, as that might keep arrays alive."""
 
     __slots__ = ("are_leaves", "type", "type_of", "types")
 
@@ -246,13 +246,13 @@ class _Container(TreeDef):
         children: list[TreeDef | None] = [None if child is None else _Container(child) for child in node.children]
         super().__init__(node.kind, None if node.keys is None else [*node.keys], children, list, node.label)
         self.type = _EXACT.get(node.kind) if node.label is None else None
-        # 1, True and np.int64(1) are equal.
+        # Types are compared as well, as 1, True and np.int64(1) are equal.
         self.type_of = _types_in if node.keys is not None and any(isinstance(key, tuple) for key in node.keys) else type
         self.types = None if node.keys is None else list(map(self.type_of, node.keys))
         self.are_leaves = all(child is None for child in children)
 
     def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
-        """Append the leaves of a container; return whether it is like this one."""
+        """Append the leaves of a container to ``leaves``; return False if its structure differs from this one."""
         is_exact = type(value) is self.type
         if self.type is None:
             contents = None if is_leaf(value) else expand(value, objects)
@@ -313,7 +313,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def _end_pauses() -> None:
-    """Collect garbage again in a forked process, which lacks the threads that paused it."""
+    """Resume garbage collection in a forked process, which lacks the threads that paused it."""
     global _holders
     if _holders and _was_enabled:
         gc.enable()
@@ -328,19 +328,19 @@ os.register_at_fork(after_in_child=_end_pauses)
 # A list, tuple or deque of many numbers is packed into one leaf and stored as an array. A load restores its elements
 # with their values and types. A shorter sequence stays a container with a leaf for each element.
 
-PACKED_FROM = 32  # elements of the shortest sequence that is packed
+PACKED_FROM = 32  # shortest length of a sequence that is packed
 
 _SEQUENCES: dict[Any, str] = {list: "list", tuple: "tuple", deque: "deque"}
 _ELEMENTS: dict[Any, str] = {kind: name for name, kind in NUMBER_TYPES.items()}
 _DTYPES = {name: np.dtype(kind) for kind, name in _ELEMENTS.items()}
-_NUMPY = "numpy"  # elements that are scalars of numpy
-# Mixed elements take nine bytes: the number of the type, and the value as eight bytes, the lowest first.
+_NUMPY = "numpy"  # elements are numpy scalars
+# Mixed elements take nine bytes each: a type code, and the value as eight little-endian bytes.
 _MIXED_TYPES = (bool, int, float)
 _MIXED_WIDTH = 9
 
 
 class PackedNumbers:
-    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch.
+    """A list, tuple or deque of numbers as a single leaf: a copy, unaffected by later changes.
 
     The array is made on demand: a walk over live objects only tests whether a sequence is packed.
     """
@@ -377,7 +377,7 @@ def pack_numbers(value: object) -> PackedNumbers | None:
 
 
 def _elements_of(items: list[Any]) -> str | None:
-    """Return the name of the type of all items; None if they cannot be packed."""
+    """Return the name of the items' common type, or `MIXED`; None if they cannot be packed."""
     kinds: set[Any] = set(map(type, items))
     if int in kinds:
         integers = [item for item in items if type(item) is int]
@@ -396,7 +396,7 @@ def _mixed(items: list[Any]) -> NDArray[Any]:
     values = np.fromiter(items, "<f8", len(items))
     bits = values.view("<i8")
     is_integer = types != codes[float]
-    exact = is_integer & (np.abs(values) < 1 << 53)  # a float holds these integers exactly
+    exact = is_integer & (np.abs(values) < 1 << 53)  # integers that a float represents exactly
     bits[exact] = values[exact].astype("<i8")
     rest = np.flatnonzero(is_integer & ~exact)
     bits[rest] = np.array([items[index] for index in rest.tolist()], "<i8")
@@ -404,11 +404,11 @@ def _mixed(items: list[Any]) -> NDArray[Any]:
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
-    """Return a tree with every long sequence of numbers in it packed; containers without one stay the same objects."""
+    """Pack every long number sequence in a tree; containers without any stay the same objects."""
     packed = pack_numbers(tree)
     if packed is not None:
         return packed
-    contents = None if is_leaf(tree) or depth > MAX_DEPTH else expand(tree)  # `flatten` refuses deeper ones
+    contents = None if is_leaf(tree) or depth > MAX_DEPTH else expand(tree)  # `flatten` refuses deeper trees
     if contents is None:
         return tree
     values = [pack_tree(value, depth + 1) for value in contents.values]
@@ -418,7 +418,7 @@ def pack_tree(tree: Any, depth: int = 0) -> Any:
 
 
 def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
-    """Return a sequence that was packed; neither its details nor the array are trusted."""
+    """Unpack a packed sequence; its details and the array are untrusted input."""
     sequence, elements, limit = (details.get(key) for key in ("sequence", "elements", "maxlen"))
     mixed = elements == MIXED
     expected = np.dtype(np.uint8) if mixed else _DTYPES.get(str(elements), array.dtype)

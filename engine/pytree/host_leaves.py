@@ -1,4 +1,4 @@
-"""Leaves that are numpy arrays, numpy scalars or plain Python values.
+"""Host leaves: numpy arrays, numpy scalars and plain Python values.
 
 Numbers that fit an array element become 0-d arrays, which every tool can read. Other Python values become JSON that
 restores exactly the same value.
@@ -38,14 +38,14 @@ _NUMBERS: dict[Any, tuple[Details, np.dtype[Any]]] = {
 }
 _VALUES = (*PLAIN, set, frozenset)
 INT64 = range(-(1 << 63), 1 << 63)
-_LARGEST_INT = 1 << 22  # bits
-_LONG = 1 << 16  # bytes; longer text and bytes are stored as arrays, which are written and read in bulk
+_LARGEST_INT = 1 << 22  # maximum bits of an int
+_LONG = 1 << 16  # length; longer text and bytes are stored as arrays, which are written and read in bulk
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
-    """Return the real number types of ml_dtypes, with the Python kind of each; the complex ones are not stored."""
+    """Return the real dtypes of ml_dtypes, each with its Python kind; complex ones cannot be stored."""
     import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return {
@@ -58,7 +58,7 @@ def _extended() -> dict[np.dtype[Any], str]:
 
 
 def number_kind(dtype: np.dtype[Any]) -> str | None:
-    """Return the Python type like elements of a dtype: "bool", "int", "float", "complex", or None for others."""
+    """Return the kind of Python number that matches a dtype: "bool", "int", "float" or "complex"; None for others."""
     return _BUILT_IN.get(dtype.kind) or _extended().get(dtype)
 
 
@@ -78,7 +78,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in this machine's byte order, without a copy if it has that order."""
+    """Convert an array to native byte order, without a copy if it already has it."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -86,9 +86,9 @@ def describe_numpy(value: Any) -> ArrayLeaf:
     if type(value) is not np.ndarray:
         if isinstance(value, np.generic):
             check_storable(value.dtype)
-            # The dtype of the scalar, as numpy widens an array of empty text to one character.
+            # value.dtype, not the array's: numpy widens empty text to one character.
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-        # numpy imports its module of masked arrays on first use, which takes longer than a small save.
+        # Checked late, as numpy imports its masked array module on first use, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
         value = np.asarray(value)
@@ -97,12 +97,12 @@ def describe_numpy(value: Any) -> ArrayLeaf:
 
 
 def is_python_value(value: object) -> bool:
-    """True if `describe_python` takes the value; the elements of a set are not checked."""
+    """True if `describe_python` accepts the value; elements of a set are not checked."""
     return isinstance(value, _VALUES)
 
 
 def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
-    """Describe a Python value. A subclass (such as an enumeration) counts as the plain value that it equals."""
+    """Describe a Python value. Subclass instances (such as enum members) count as the plain values that they equal."""
     for kind, (details, dtype) in _NUMBERS.items():
         if isinstance(value, kind):
             if kind is int and int(value) not in INT64:
@@ -115,7 +115,7 @@ def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
 
 
 def decode_bytes(kind: str, array: NDArray[Any], name: str) -> str | bytes:
-    """Return the long text or bytes that `describe_python` stored as an array."""
+    """Decode long text or bytes that `describe_python` stored as an array."""
     if array.dtype != np.uint8 or array.ndim != 1:
         raise DamagedCheckpointError(
             f"leaf {format_path(name)} is of kind {kind}, but {array.dtype}{list(array.shape)} is stored"
@@ -129,7 +129,7 @@ def decode_bytes(kind: str, array: NDArray[Any], name: str) -> str | bytes:
 
 
 def encode_value(value: Any) -> Details:
-    """Return a Python value as JSON; floats are written in hexadecimal, as JSON has no NaN."""
+    """Encode a Python value as JSON; floats are written in hexadecimal, as JSON has no NaN."""
     if value is None:
         return {"kind": "none"}
     if isinstance(value, str):
@@ -153,7 +153,7 @@ def encode_value(value: Any) -> Details:
         for element in value:
             if not is_python_value(element) or isinstance(element, set | frozenset):
                 raise LeafProblem(f"is a {type(value).__name__} with an element of type {type(element).__name__}")
-        elements = sorted(map(encode_value, value), key=repr)  # the same set always gives the same document
+        elements = sorted(map(encode_value, value), key=repr)  # sorted, so that equal sets give equal documents
         return {"kind": "frozenset" if isinstance(value, frozenset) else "set", "value": elements}
     raise LeafProblem(f"is of type {type(value).__name__}")
 

@@ -1,4 +1,4 @@
-"""Leaves that are jax arrays or typed PRNG keys: described for saving, and made from host arrays when loading.
+"""JAX array and typed PRNG key leaves: how they are described for saving, and created from host arrays on loading.
 
 A host view of a jax array is a snapshot: jax arrays never change, and while such a view is alive on the CPU, an array
 that is donated or deleted keeps its memory. When loading to the CPU, jax takes over memory that is aligned to 64 bytes
@@ -34,8 +34,8 @@ from .leaves import (
 
 _logger = logging.getLogger("holdfast")
 
-PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned memory
-_FEW = 64  # devices of a mesh that are listed in the facts of its arrays
+PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
+_FEW = 64  # largest mesh whose device ids are stored with its arrays
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -45,19 +45,19 @@ def is_key(value: Any) -> bool:
 
 
 def is_tracer(value: Any) -> bool:
-    """True if a jax array is a tracer, which stands for a value inside a transformation."""
+    """True if a jax array is a tracer, the stand-in for a value inside a transformation such as jit."""
     return isinstance(value, jax.core.Tracer)
 
 
 class JaxDescriber:
-    """Describes the jax arrays of one tree; all copies from devices are under way before one is waited for.
+    """Describes the jax arrays of one tree; all device-to-host copies are started before the first is awaited.
 
     At most ``pinned_bytes`` of arrays are left in pinned memory, for a snapshot to read later.
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
         self._shardings: dict[int, _ShardingInfo] = {}
-        self._hosted: dict[int, list[Any]] = {}  # the parts of an array that devices have, by the id of the array
+        self._hosted: dict[int, list[Any]] = {}  # host copies of an array's parts, by id of the array
         parts: list[tuple[int, Any]] = []
         if jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
             for value in values:
@@ -73,7 +73,7 @@ class JaxDescriber:
         return [value] if self._sharding(value).whole else [data for _, data in _shards(value)]
 
     def _fetched(self, value: Any) -> list[Any] | None:
-        """Return the host copies of the parts of an array; None if no copy was started."""
+        """Wait for all copies; return the host copies of an array's parts, or None if no copy was started."""
         if self._copies is not None:
             for number, array in zip(self._owners, self._copies.wait(), strict=True):
                 self._hosted.setdefault(number, []).append(array)
@@ -84,7 +84,7 @@ class JaxDescriber:
         return self._described(value, self._fetched(value))
 
     def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
-        """Describe an array, whose parts may have been copied to the host before."""
+        """Describe an array; ``hosted`` are the host copies of its parts, if they were copied already."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
         try:
@@ -101,7 +101,7 @@ class JaxDescriber:
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
 
     def describe_key(self, value: Any) -> ArrayLeaf:
-        """Describe an array of typed keys, stored as its key data."""
+        """Describe a typed key array, which is stored as its key data."""
         try:
             leaf = self._described(self._data_of(value), self._fetched(value))
         except RuntimeError as error:
@@ -110,14 +110,14 @@ class JaxDescriber:
         return leaf
 
     def _data_of(self, value: Any) -> Any:
-        """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made from."""
+        """Return the data of typed keys as a jax array (jax 0.5 may keep a numpy array); return other arrays as is."""
         if not is_key(value):
             return value
         data = jax.random.key_data(value)
         return jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
 
     def _sharding(self, value: Any) -> _ShardingInfo:
-        """Return the facts of an array's sharding. Most arrays of a tree share a few sharding objects."""
+        """Return the cached facts of an array's sharding, as most arrays of a tree share a few sharding objects."""
         sharding = value.sharding
         if id(sharding) not in self._shardings:
             details = {"kind": "jax", "sharding": _describe_sharding(sharding)}
@@ -128,18 +128,18 @@ class JaxDescriber:
 
 
 class _ShardingInfo(NamedTuple):
-    sharding: Any  # held, so that its id stays its own
+    sharding: Any  # kept alive, so that its id is not reused
     details: Details
-    weak_details: Details  # details of weakly typed arrays with this sharding
-    whole: bool  # one device, which is this process's, has all of the array
-    local: bool  # all devices are this process's; another process then has the same array on its own devices
+    weak_details: Details  # leaf details of weakly typed arrays with this sharding
+    whole: bool  # a single device of this process holds the whole array
+    local: bool  # all devices belong to this process; other processes then have the same array on theirs
 
     def details_of(self, value: Any) -> Details:
         return self.weak_details if value.weak_type else self.details
 
 
 class WholeArrays:
-    """Facts of arrays, each on one device of this process, by which later arrays that are alike are recognised."""
+    """Facts of single-device arrays of this process, used to recognise matching arrays in later saves."""
 
     _FACTS = attrgetter("dtype", "shape", "weak_type")
     _SHARDING = attrgetter("sharding")
@@ -149,7 +149,7 @@ class WholeArrays:
         self._shardings = list(map(self._SHARDING, arrays))
 
     def start(self, arrays: Sequence[Any], pinned_bytes: int) -> HostCopies | None:
-        """Start copying arrays to the host; return None if the facts do not describe these arrays."""
+        """Start copying arrays to the host; return None if these arrays do not match the facts."""
         shardings = list(map(self._SHARDING, arrays))
         if not all(map(eq, map(self._FACTS, arrays), self._facts)):
             return None
@@ -164,15 +164,15 @@ class WholeArrays:
 
 
 class HostCopies:
-    """Copies to the host under way: jax arrays in at most `pinned_bytes` of pinned memory, numpy arrays beyond that."""
+    """Asynchronous host copies: jax arrays in up to `pinned_bytes` of pinned memory, and numpy arrays beyond that."""
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
         self._arrays = arrays
-        self._pinned: dict[int, Any] = {}  # copies by the position of the array
+        self._pinned: dict[int, Any] = {}  # pinned copies, by the position of the array
         self.pinned_bytes = pinned_bytes
         if not arrays or (jax.default_backend() == "cpu" and "cpu" not in PINNED_PLATFORMS):
             return
-        with jax.transfer_guard("allow"):  # a guard is meant for copies that the program did not request
+        with jax.transfer_guard("allow"):  # a transfer guard is meant to catch implicit copies, not this one
             self._start()
 
     def _start(self) -> None:
@@ -192,14 +192,14 @@ class HostCopies:
             self._go_without(error)
 
     def wait(self) -> list[Any]:
-        """Return the copies, once all are there: then the program may donate the originals."""
+        """Wait for all copies and return them; from then on, the program may donate the originals."""
         if self._pinned:
             try:
                 jax.block_until_ready(list(self._pinned.values()))
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not self._arrays:  # jax may not be loaded
+        if not self._arrays:  # jax may not be imported
             return []
         with jax.transfer_guard("allow"):
             if not pinned:
@@ -218,13 +218,13 @@ class HostCopies:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """True if elements have the same bytes in every kind of memory; some of less than 8 bits may be packed."""
+    """True if elements have the same layout in every kind of memory; sub-byte dtypes may be packed in some."""
     return dtype.kind in "biufc" or dtype.itemsize > 1
 
 
 @lru_cache(maxsize=512)
 def _may_be_pinned(sharding: Any) -> bool:
-    """True if arrays are in the memory of an accelerator that copies to pinned host memory."""
+    """True if the arrays are in an accelerator's default memory and it supports copies to pinned host memory."""
     (device,) = sharding.device_set
     return (
         device.platform in PINNED_PLATFORMS
@@ -234,12 +234,12 @@ def _may_be_pinned(sharding: Any) -> bool:
 
 
 def is_whole(sharding: Any) -> bool:
-    """True if one device of this process has the whole array."""
+    """True if a single device of this process holds the whole array."""
     return bool(sharding.is_fully_addressable) and len(sharding.device_set) == 1
 
 
 def _describe_sharding(sharding: Any) -> Details:
-    """Return JSON facts about a sharding, for users, for other tools, and for `on_saved_devices`."""
+    """Return JSON facts about a sharding, for users, other tools and `on_saved_devices`."""
     kind = type(sharding).__name__
     devices = sharding.device_set
     if len(devices) == 1 and kind != "NamedSharding":
@@ -270,7 +270,7 @@ def _all_devices() -> list[int]:
 
 
 def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Return the distinct shards of this process: the start of each, and its array on one device."""
+    """Return the distinct shards in this process: the start index of each, and its single-device array."""
     shards: dict[tuple[int, ...], Any] = {}
     for shard in value.addressable_shards:
         shards.setdefault(tuple([part.start or 0 for part in shard.index]), shard.data)
@@ -279,7 +279,7 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the parts into which a sharding divides an array, in ascending order."""
+    """Return the parts into which a sharding divides an array, in ascending order, each with its processes."""
     indices = sharding.devices_indices_map(shape)
     return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
@@ -297,13 +297,13 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return kind, stored shape, stored dtype, leaf, variant, weak and sharding of a leaf of a template."""
+    """Return kind, stored shape, stored dtype, leaf, variant, weak and sharding of a template leaf."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
-        is_weak = bool(getattr(value, "weak_type", False))  # it takes the dtype of the other operand
+        is_weak = bool(getattr(value, "weak_type", False))  # a weakly typed array takes the dtype of the other operand
         return "jax", value.shape, dtype, value, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
@@ -313,13 +313,13 @@ def template_facts(value: Any) -> tuple[Any, ...]:
 
 
 def implementation_of(key: Any) -> Any:
-    """Return the implementation of perhaps abstract keys, for `jax.random.wrap_key_data`."""
+    """Return the PRNG implementation of typed keys, which may be abstract, for `jax.random.wrap_key_data`."""
     return _key_data(key.dtype)[2]
 
 
 @lru_cache(maxsize=16)
 def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
-    """Return dtype and shape of one key's data, and its implementation."""
+    """Return the dtype and shape of a single key's data, and its PRNG implementation."""
     implementations: list[Any] = []
 
     def trace(key: Any) -> Any:
@@ -331,14 +331,14 @@ def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
 
 
 class AbstractSharding(NamedTuple):
-    """A sharding whose devices are not known, from `jax.eval_shape` of arrays on a mesh with explicit axes."""
+    """A sharding without concrete devices, as `jax.eval_shape` returns for arrays on a mesh with explicit axes."""
 
-    sharding: Any  # a `jax.sharding.NamedSharding` of a `jax.sharding.AbstractMesh`
+    sharding: Any  # a `jax.sharding.NamedSharding` on a `jax.sharding.AbstractMesh`
 
 
 def template_sharding(template: Any) -> Any:
-    """Return the sharding of the array that replaces a template; None leaves it to jax."""
-    # jax may move an array that was never placed explicitly; a device would pin it.
+    """Return the sharding to restore a template's array with; None leaves the choice to jax."""
+    # jax may move an uncommitted array freely; restoring it to a given device would commit it.
     sharding = template.sharding if getattr(template, "committed", True) else None
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
@@ -351,7 +351,7 @@ def template_sharding(template: Any) -> Any:
 
 
 def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
-    """Return the sharding on the mesh that was saved, if its devices are here, or else on a mesh of all devices."""
+    """Return the sharding on the saved mesh if its devices are available, or else on a mesh of all devices."""
     mesh = abstract.sharding.mesh
     numbers = _saved_devices(saved, mesh)
     if numbers is not None:
@@ -366,7 +366,7 @@ def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
 
 
 def _saved_devices(saved: Details, mesh: Any) -> tuple[int, ...] | None:
-    """Return the numbers of the devices of the saved mesh, if it has the same axes and all devices are here."""
+    """Return the device ids of the saved mesh, if it has the same axes and all its devices are available."""
     sharding = saved.get("sharding")
     facts = sharding.get("mesh") if isinstance(sharding, dict) else None
     if not isinstance(facts, dict) or facts.get("axes") != [[str(name), size] for name, size in mesh.shape.items()]:
@@ -397,7 +397,7 @@ def _mesh_of_all_devices(abstract: Any) -> Any:
 
 
 def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype that jax would now use instead of a 64-bit one; None if it would keep that."""
+    """Return the dtype to which jax, as configured now, would narrow a 64-bit dtype; None if it would keep it."""
     if dtype.itemsize < 8:
         return None
     actual = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -405,13 +405,13 @@ def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def is_spread(sharding: Any) -> bool:
-    """True if a sharding is anything but one device of this process."""
+    """True if a sharding is anything other than a single device of this process."""
     return sharding is not None and not is_whole(sharding)
 
 
 @lru_cache(maxsize=512)
 def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
-    """Return the boxes that the devices of this process hold, and each device with the number of its box."""
+    """Return the boxes that the devices of this process hold, and each device with the index of its box."""
     indices = sharding.addressable_devices_indices_map(shape)
     numbers: dict[Box, int] = {}
     holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]
@@ -419,23 +419,23 @@ def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...
 
 
 def local_boxes(sharding: Any, shape: tuple[int, ...]) -> Sequence[Box] | None:
-    """Return the boxes of an array that this process needs for a sharding; None if one device has the whole array."""
+    """Return the boxes of an array that this process needs for a sharding; None if one device holds all of it."""
     return _device_boxes(sharding, shape)[0] if is_spread(sharding) else None
 
 
 class NewArray(NamedTuple):
-    """An array, or typed keys, to be made from host arrays."""
+    """A jax array, or typed keys, to be created from host arrays."""
 
     sharding: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    arrays: Sequence[NDArray[Any]]  # one for each of its `local_boxes`, or the whole
-    implementation: Any = None  # of typed keys, if the arrays are their data
+    arrays: Sequence[NDArray[Any]]  # one for each of its `local_boxes`, or the whole array
+    implementation: Any = None  # PRNG implementation, if the arrays are key data
     weak: bool = False
 
 
 def put(new: Sequence[NewArray]) -> list[Any]:
-    """Make jax arrays, all in one call."""
+    """Create jax arrays, transferring all of them with one `device_put`."""
     are_spread = [is_spread(array.sharding) for array in new]
     hosts: list[NDArray[Any]] = []
     shardings: list[Any] = []
@@ -469,14 +469,14 @@ def put(new: Sequence[NewArray]) -> list[Any]:
 
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
-    """Allow what a program may forbid in its own code: transfers, and NaN, which is restored like other values."""
+    """Lift restrictions that a program may have set: transfer guards, and NaN checks, as NaN is a valid saved value."""
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 @lru_cache(maxsize=64)
 def _weakening(sharding: Any) -> Any:
-    """Return a function that makes an array weakly typed, with the same elements on the same devices."""
+    """Return a function that converts an array to a weakly typed one with the same elements and devices."""
     convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
 
     def weak(array: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Leaves of a pytree: the library of each, its description for storage, and its description in a checkpoint."""
+"""Pytree leaves: the library of each, its description for storage, and its description in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from numpy.typing import NDArray
 from ..errors import OptionError, UnsupportedLeafError
 from .names import format_path
 
-# JSON facts about a leaf for ``tree.json``, with at least "kind". Leaves share them: do not change them.
+# JSON facts about a leaf for ``tree.json``, with at least "kind". Shared between leaves, so never modified.
 Details = dict[str, Any]
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of values that hold no others
-ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
-# Types of Python numbers by kind, the narrowest first; such leaves are stored as 0-d arrays.
+PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
+ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in the program
+# Python number types by kind, narrowest first; such leaves are stored as 0-d arrays.
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
-NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`PackedNumbers`)
-MIXED = "mixed"  # the elements of such a sequence that mixes bool, int and float
-EXTERNAL = "external"  # kind of the leaves whose values a handler stores
-WEAK = "weak"  # key in the details of weakly typed jax arrays
-STATIC = "static"  # kind of the functions in objects of jax, which are stored by name
-PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
-NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of the leaves that have no data
+NUMBERS = "numbers"  # kind of packed number sequences (`PackedNumbers`)
+MIXED = "mixed"  # element type of packed sequences that mix bool, int and float
+EXTERNAL = "external"  # kind of leaves whose values a handler stores
+WEAK = "weak"  # details key of weakly typed jax arrays
+STATIC = "static"  # kind of functions in jax-registered objects, stored by name
+PLACEHOLDER = "placeholder"  # kind of leaves that another library saved by name only; their value is ``...``
+NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of leaves without data
 
-_LANDMARKS = {  # the modules that `loaded` finds, and a name that each has once it is imported
+_LANDMARKS = {  # modules that `loaded` finds, with a name that each defines once fully imported
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -46,10 +46,10 @@ _LANDMARKS = {  # the modules that `loaded` finds, and a name that each has once
 def loaded(name: str) -> Any | None:
     """Return a module of the table above if the program has imported it, else None.
 
-    Frameworks are not imported to classify a leaf: it can belong to one only if the program has imported that.
+    Classifying a leaf imports no framework: the leaf can belong to one only if the program has imported it.
     """
     module = sys.modules.get(name)
-    # A module that another thread is importing at this moment lacks its names.
+    # A module that another thread is still importing lacks its names.
     return module if module is not None and hasattr(module, _LANDMARKS[name]) else None
 
 
@@ -62,16 +62,16 @@ def required(name: str) -> Any:
 
 
 class _Framework:
-    """A framework that is imported when one of its names is first used."""
+    """A lazily imported framework: the import happens when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # code that inspects arbitrary objects asks for such names
+        if name.startswith("__"):  # looked up by code that inspects arbitrary objects
             raise AttributeError(name)
         value = getattr(sys.modules.get(self._name) or required(self._name), name)
-        if not isinstance(value, types.FunctionType):  # a program may replace functions
+        if not isinstance(value, types.FunctionType):  # functions are not cached, as a program may patch them
             setattr(self, name, value)
         return value
 
@@ -82,12 +82,12 @@ torch: Any = _Framework("torch")
 
 
 def is_torch_tensor(value: object) -> bool:
-    """True if the value is a torch tensor (parameters and other subclasses included)."""
+    """True if the value is a torch tensor, including parameters and other subclasses."""
     return loaded("torch") is not None and isinstance(value, torch.Tensor)
 
 
 def is_jax_array(value: object) -> bool:
-    """True if the value is a jax array, a typed PRNG key, or the tracer of one."""
+    """True if the value is a jax array, a typed PRNG key, or a tracer of either."""
     return loaded("jax") is not None and isinstance(value, jax.Array)
 
 
@@ -106,7 +106,7 @@ def is_jax_abstract(value: object) -> bool:
 
 
 class Box(NamedTuple):
-    """The elements of an array between a start and a stop along each axis; the stop is never before the start."""
+    """A box of array elements, from start to stop (exclusive) along each axis; the stop is never before the start."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -116,7 +116,7 @@ class Box(NamedTuple):
         return cls(tuple(start), tuple(map(add, start, shape)))
 
     def with_axis(self, size: int) -> Box:
-        """Return the box in an array that has one more axis, at its end."""
+        """Return the box extended by an additional last axis."""
         return Box((*self.start, 0), (*self.stop, size))
 
     @property
@@ -133,7 +133,7 @@ class Box(NamedTuple):
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Return the index of this box in an array that holds the elements of another box around it."""
+        """Return the slices that select this box in an array with the elements of an enclosing box."""
         return tuple(map(slice, map(sub, self.start, other.start), map(sub, self.stop, other.start)))
 
 
@@ -145,8 +145,8 @@ def whole(shape: Sequence[int]) -> Box:
 class Piece:
     """A part of an array in host memory."""
 
-    start: tuple[int, ...]  # index of its first element in the whole array, one number for each axis
-    array: NDArray[Any]  # the elements; any strides, perhaps read-only
+    start: tuple[int, ...]  # index of its first element in the whole array, per axis
+    array: NDArray[Any]  # the elements, with any strides, perhaps read-only
 
     @property
     def box(self) -> Box:
@@ -154,11 +154,11 @@ class Piece:
 
 
 class Part(NamedTuple):
-    """A box of an array's elements that some processes hold."""
+    """A box of an array, and the processes that hold it."""
 
-    start: tuple[int, ...]  # index of its first element, one number for each axis
+    start: tuple[int, ...]  # index of its first element, per axis
     shape: tuple[int, ...]  # number of elements along each axis
-    holders: tuple[int, ...]  # the processes that hold all of it, in ascending order
+    holders: tuple[int, ...]  # processes that hold the entire box, in ascending order
 
     @property
     def box(self) -> Box:
@@ -169,7 +169,7 @@ class Part(NamedTuple):
 
 
 def joined_parts(held: Iterable[tuple[int, Box]]) -> tuple[Part, ...]:
-    """Return the boxes that processes hold, in ascending order, each with all of its holders."""
+    """Group (process, box) pairs into parts: the distinct boxes in ascending order, each with all of its holders."""
     holders: dict[Box, set[int]] = {}
     for process, box in held:
         holders.setdefault(box, set()).add(process)
@@ -178,13 +178,13 @@ def joined_parts(held: Iterable[tuple[int, Box]]) -> tuple[Part, ...]:
 
 @dataclass(slots=True)
 class ArrayLeaf:
-    dtype: np.dtype[Any]  # element type, byte order included
+    dtype: np.dtype[Any]  # element type, including byte order
     shape: tuple[int, ...]  # shape of the whole array
-    # Host views that cover exactly once what this process holds of the array: all of it if `parts` is None.
+    # Host views that cover this process's share of the array exactly once; all of the array if `parts` is None.
     pieces: list[Piece]
-    volatile: bool  # whether other code can still change the memory of the pieces, which then must be copied
+    volatile: bool  # whether other code may still modify the memory of the pieces, so that they must be copied
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
-    # what that kind adds, but neither dtype nor shape.
+    # facts specific to the kind, but neither dtype nor shape.
     details: Details
     # The parts with the processes that hold them, the same in all processes; they cover the array exactly once. None if
     # every process has the whole array.
@@ -192,11 +192,11 @@ class ArrayLeaf:
 
     @classmethod
     def of(cls, array: NDArray[Any], details: Details, *, volatile: bool = False) -> ArrayLeaf:
-        """Return a leaf that is one array, which every process has whole."""
+        """Return a leaf for a single array that every process holds entirely."""
         return cls(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
 
     def copy(self) -> NDArray[Any]:
-        """Return a new array with the elements of the pieces, which must cover the whole."""
+        """Assemble the pieces, which must cover the whole array, into a new array."""
         array = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
             array[piece.box.within(whole(self.shape))] = piece.array
@@ -205,10 +205,10 @@ class ArrayLeaf:
 
 @dataclass(slots=True)
 class PinnedLeaf(ArrayLeaf):
-    """A leaf whose pieces are jax arrays in pinned host memory, which are not numpy arrays yet."""
+    """A leaf whose pieces are jax arrays in pinned host memory, not converted to numpy arrays yet."""
 
     def to_numpy(self) -> None:
-        """Copy them to numpy arrays; called in the background."""
+        """Copy the pieces to numpy arrays; called in the background."""
         with jax.transfer_guard("allow"):
             for piece in self.pieces:
                 piece.array = np.asarray(piece.array)
@@ -216,13 +216,13 @@ class PinnedLeaf(ArrayLeaf):
 
 @dataclass(slots=True)
 class ValueLeaf:
-    """A leaf that is stored in ``tree.json`` itself: "kind" ("int", "str", "bytes", "none", "set", ...) and "value"."""
+    """A leaf stored in ``tree.json`` itself, as "kind" ("int", "str", "bytes", "none", "set", ...) and "value"."""
 
     details: Details
 
 
 class LeafProblem(TypeError):  # noqa: N818 - collected by `describe` and `describe_template`, users never see it
-    """Why a leaf cannot be saved, or cannot be a template."""
+    """Raised for a leaf that cannot be saved or cannot be a template, with the reason."""
 
 
 def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
@@ -233,12 +233,12 @@ def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
 
 @dataclass(slots=True)
 class Saved:
-    """A leaf as a checkpoint describes it."""
+    """A leaf as described in a checkpoint."""
 
-    details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json`` and not trusted
+    details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json``: untrusted input
     dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
     shape: tuple[int, ...] | None = None  # shape of the stored array; None for a value leaf
-    stored: object = field(default=None, repr=False, compare=False)  # how its source stores the array, for the source
+    stored: object = field(default=None, repr=False, compare=False)  # how the array is stored; private to its source
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class Saved:
 
     @property
     def variant(self) -> str | None:
-        """The part of the type that the dtype lacks: implementation of a key, torch dtype, or name of a function."""
+        """The part of the type that the dtype does not express: PRNG implementation, torch dtype, or function name."""
         if self.kind == STATIC:
             return str(self.details.get("value"))
         variant = self.details.get("impl" if self.kind == "key" else "torch_dtype")
@@ -263,12 +263,12 @@ class Saved:
 
     @property
     def is_number_array(self) -> bool:
-        """True for a sequence of numbers that is stored as the array of its elements."""
+        """True for a packed number sequence that is stored as a plain array of its elements."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
 
     @property
     def sharding_text(self) -> str:
-        """How the array was sharded, as text for users, or ``""``."""
+        """The array's saved sharding as text for users, or ``""``."""
         sharding = self.details.get("sharding")
         if not isinstance(sharding, dict):
             return ""
@@ -287,7 +287,7 @@ class Saved:
 
 
 def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, variant: str | None = None) -> str:
-    """Return dtype and shape for messages: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
+    """Format dtype and shape for messages: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
     if kind == "none":
         return "None"
     if kind == PLACEHOLDER:
@@ -314,8 +314,8 @@ class LeafMetadata:
 
     Attributes:
         kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
-        shape: Its shape; ``()`` for a value that is no array.
-        dtype: The name of its element type, or None for a value that is no array.
+        shape: Its shape; ``()`` for a value that is not an array.
+        dtype: The name of its element type, or None for a value that is not an array.
     """
 
     kind: str
@@ -327,7 +327,7 @@ class LeafMetadata:
 
 
 class StaticLeaf:
-    """A function in an object that is registered with jax: its name is saved, the template provides the function."""
+    """A function in a jax-registered object: only its name is saved, and the template provides the function."""
 
     __slots__ = ("function", "name")
 
@@ -343,13 +343,13 @@ class StaticLeaf:
 
 
 _CONSTANTS = (*PLAIN, type, np.dtype, types.ModuleType)
-_DEEPEST = 8  # functions in functions
+_DEEPEST = 8  # maximum nesting of functions in functions
 
 
 def _name_of_code(value: Any, depth: int) -> str | None:
     wrapped = getattr(value, "__wrapped__", None)
     if type(value).__module__.partition(".")[0] in {"jax", "jaxlib"} and wrapped is not None and depth < _DEEPEST:
-        return _name_of_code(wrapped, depth + 1)  # jax.jit and jax.custom_jvp return such objects
+        return _name_of_code(wrapped, depth + 1)  # as returned by jax.jit and jax.custom_jvp
     is_ufunc = isinstance(value, np.ufunc) or type(value).__module__ == "jax.numpy"
     is_builtin = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
     if isinstance(value, types.FunctionType):
@@ -360,7 +360,7 @@ def _name_of_code(value: Any, depth: int) -> str | None:
     elif not (is_ufunc or is_builtin or isinstance(value, type)):
         return None
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
-    # The private modules of a library may change with its next version.
+    # A library's private modules may change in its next version.
     module = (getattr(value, "__module__", None) or type(value).__module__).partition("._")[0]
     return f"{module}:{name}"
 
@@ -378,7 +378,7 @@ def metadata_of(saved: Saved) -> LeafMetadata:
 
 
 class ExternalLeaf:
-    """Stands in a loaded tree for a value that its handler has not read yet. Its details are not trusted."""
+    """A placeholder in a loaded tree for a value that its handler has not read yet. Its details are untrusted input."""
 
     __slots__ = ("details", "handler", "name")
 

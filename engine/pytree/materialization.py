@@ -1,4 +1,4 @@
-"""Makes leaves of stored values: as a template asks for them, or as numpy arrays and Python values without one.
+"""Creates leaves from stored values: as a template asks for, or without one as numpy arrays and Python values.
 
 A template may ask for a cast. A cast to integers or bool accepts only values that stay the same: no NaN, infinity or
 fraction, and none that would wrap around. A cast to floating or complex numbers rounds, but finite values stay finite,
@@ -24,18 +24,18 @@ from .names import format_path
 from .template import LeafTemplate
 
 _OF_JAX = ("jax", "key")
-_STEP = 1 << 16  # elements that are cast and checked together: few enough to stay in the cache
+_STEP = 1 << 16  # elements per block that is cast and checked, small enough for the CPU cache
 
 
 class CastProblem(ValueError):  # noqa: N818 - becomes one line of an error that names the leaf
-    """A value that the requested dtype cannot hold, and what to do about it."""
+    """Raised for a value that the requested dtype cannot hold; the message says what to do."""
 
 
 def cast_checked(array: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | None = None) -> NDArray[Any]:
-    array = np.asarray(array)  # an array without axes may come as a scalar
+    array = np.asarray(array)  # a 0-d array may be passed as a numpy scalar
     if out is None:
         out = np.empty(array.shape, dtype)
-    with np.errstate(all="ignore"):  # an overflow becomes a CastProblem
+    with np.errstate(all="ignore"):  # overflows are reported as CastProblem instead
         if np.can_cast(array.dtype, dtype, "safe"):
             out[...] = array
             return out
@@ -57,25 +57,25 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
             if number_kind(dtype) in {"float", "complex"}:
                 return cast_checked(np.array(float(value)), dtype)
         except OverflowError:
-            pass  # the int is larger than any float
+            pass  # the int is too large for a float
         short = value.bit_length() <= 200
         raise CastProblem(_message(value if short else f"one of {value.bit_length()} bits", np.dtype(object), dtype))
     return cast_checked(np.asarray(value), dtype)
 
 
 def _limits() -> Any:
-    """Return the module with iinfo and finfo of all dtypes, which it does not annotate."""
+    """Return ml_dtypes, whose iinfo and finfo cover all dtypes (untyped, hence Any)."""
     import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return ml_dtypes
 
 
 def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return a 0-d array that holds a Python number exactly, NaN and -0.0 included; None if the dtype cannot."""
+    """Return a 0-d array that holds a Python number exactly (including NaN and -0.0); None if the dtype cannot."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         return None
     with np.errstate(all="ignore"):
-        array = np.array(value).astype(dtype)  # np.array(value, dtype) would raise an error instead
+        array = np.array(value).astype(dtype)  # np.array(value, dtype) would raise for values out of range
         return array if repr(type(value)(array)) == repr(value) else None
 
 
@@ -92,13 +92,13 @@ def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     bad = np.asarray(result.astype(source.dtype) != source)
     for before, after in ((source, result), (result, source)):
         if before.dtype.kind == "b" or not _limits().iinfo(before.dtype).min:
-            bad |= after < np.zeros((), after.dtype)  # the same bits with another sign
+            bad |= after < np.zeros((), after.dtype)  # same bits, but read with another sign
     return bad
 
 
 def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
     info = _limits().iinfo(dtype)
-    # Floating numbers hold both bounds exactly: they are zero or powers of two.
+    # Both bounds are exact as floats, as they are zero or powers of two.
     wide = source if source.dtype.kind == "f" and source.dtype.itemsize >= 8 else source.astype(np.float64)
     fits = (wide >= float(info.min)) & (wide < float(int(info.max) + 1)) & (np.trunc(wide) == wide)
     return np.asarray(~fits)
@@ -132,15 +132,15 @@ def _message(value: object, source: np.dtype[Any], dtype: np.dtype[Any]) -> str:
 
 
 class Partition(NamedTuple):
-    """The boxes of one array that this process makes."""
+    """The boxes of one array that this process needs."""
 
-    boxes: Sequence[Box]  # the boxes of the array that the template asks for
-    # The box of the saved array that each is made from: an empty one for a box beyond the saved array.
+    boxes: Sequence[Box]  # boxes of the array that the template asks for
+    # For each, the box of the saved array to read; empty if the box is outside of the saved array.
     stored: Sequence[Box]
 
 
 def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
-    """Return the boxes of a saved array that a template needs; None for the whole array unchanged."""
+    """Return the boxes of a saved array that a template needs; None if it needs the whole array unchanged."""
     if template.dtype is None or template.shape is None or saved.shape is None:
         return None
     boxes: Sequence[Box] | None = None
@@ -157,9 +157,9 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
 
 
 def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] | None:
-    """Return the parts of a saved array that the processes of this program need for a template.
+    """Return the parts of a saved array that all processes of this program need for a template.
 
-    None if each needs the whole array. Processes with the same template get the same result.
+    None if each process needs the whole array. Processes with the same template get the same result.
     """
     if template is None or template.dtype is None or template.shape is None or saved.shape is None:
         return None
@@ -178,14 +178,14 @@ def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] 
 
 
 def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
-    """Return the sharding that a template asks for, on concrete devices."""
+    """Return a template's sharding with concrete devices."""
     if type(template.sharding) is not jax_leaves.AbstractSharding:
         return template.sharding
     return jax_leaves.on_saved_devices(template.sharding, saved.details)
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """A number that the template cannot hold, or an array that cannot be sharded as the template asks."""
+    """Raised for a number that the template cannot hold, or an array that cannot be sharded as it asks."""
 
 
 @collection_paused()
@@ -196,13 +196,13 @@ def materialize(
     names: Sequence[str],
     parts: Mapping[int, tuple[Partition, list[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
-    """Make the leaves of saved values; raise one error for all that cannot be made exactly as asked.
+    """Create the leaves from saved values; raise one error for all that cannot be created exactly as asked.
 
     ``parts`` has the partition of each leaf that was not read whole, with its arrays, by the number of the leaf. Arrays
     that were cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
-    # The many leaves of a tree have few descriptions.
+    # checked once per description, which many leaves share
     converted = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index
@@ -227,7 +227,7 @@ def materialize(
                 else:
                     fitted = [_fitted(template, leaf, piece, name) for piece in part[1]]
                     pieces = [_sized(*piece) for piece in zip(fitted, *part[0], strict=True)]
-                    if template.cast:  # a copy was made: the next one can use the memory
+                    if template.cast:  # free the uncast copies, as the next leaf can use the memory
                         part[1].clear()
                 if template.cast:
                     arrays[index] = None
@@ -253,7 +253,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """True if the array that was read is the leaf, without a template."""
+    """True if, without a template, the array as read is the leaf."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 
@@ -277,17 +277,17 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
 
 
 def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name: str) -> Any:
-    """Return a Python number made of a number, a 0-d array or a numpy scalar."""
+    """Convert a number, 0-d array or numpy scalar to a Python number."""
     kind = NUMBER_TYPES[template.kind]
     try:
         plain = kind(value)
         nan = value != value and template.kind in {"float", "complex"}
         exact = not template.cast or plain == value or nan
-    except (ValueError, OverflowError):  # int of something that is not finite
+    except (ValueError, OverflowError):  # int() of NaN or infinity
         exact = False
     if not exact:
         raise _inexact(template, value, name)
-    # Such an array may be more precise than Python's numbers.
+    # Wider floats may be more precise than Python numbers.
     if array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8:
         back = np.asarray(plain).astype(array.dtype)
         if back != array and not (back != back and array != array):
@@ -303,7 +303,7 @@ def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
 def _part(
     template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None
 ) -> tuple[Partition, list[NDArray[Any]]] | None:
-    """Return the partition of a leaf, if it has one, and its parts of a whole array."""
+    """Return the partition of a leaf and the parts cut from the whole array; None if it is not partitioned."""
     try:
         cut = partition(template, leaf)
     except ValueError as error:
@@ -329,7 +329,7 @@ def _fitted(template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None, nam
 
 
 def _cast(template: LeafTemplate, value: Any, name: str) -> NDArray[Any]:
-    """Cast an array, or a Python number, to the dtype that the template asks for."""
+    """Cast an array or a Python number to the dtype that the template asks for."""
     assert template.dtype is not None
     cast = cast_checked if isinstance(value, np.ndarray) else cast_number
     try:
@@ -339,7 +339,7 @@ def _cast(template: LeafTemplate, value: Any, name: str) -> NDArray[Any]:
 
 
 def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:
-    """Return the elements of a box, with zeros for those that were not saved."""
+    """Return the elements of a box, zero-padded where the saved array has none."""
     if box == stored:
         return array
     sized = np.zeros(box.shape, array.dtype)

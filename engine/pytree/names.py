@@ -1,4 +1,4 @@
-"""Names of leaves: each key path as one string, different for every path; and patterns that choose paths.
+"""Leaf names: each key path as one string, different for every path; and patterns that select paths.
 
 A leaf's name is its keys joined with ``.``: ``params.Dense_0.kernel``. Characters with a meaning are percent-escaped in
 each key. The bare leaf, a tree that has no containers, has the empty name.
@@ -16,7 +16,7 @@ from ..errors import OptionError, TreeMismatchError, shortened
 # be printed or stored everywhere.
 _ESCAPED = re.compile("[./%\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SEQUENCE = re.compile("(?:%[0-9A-F]{2})+")
-_LOCK = "__lock"  # a file name with this ending belongs to TensorStore's file driver
+_LOCK = "__lock"  # suffix of lock files of TensorStore's file driver
 
 
 def _percent(text: str) -> str:
@@ -26,7 +26,7 @@ def _percent(text: str) -> str:
 def escape_key(key: str) -> str:
     """Escape one key of a name."""
     if key.isidentifier() and not key.endswith(_LOCK):
-        return key  # most keys, four times faster than the search below
+        return key  # the common case, four times faster than the search below
     if not key:
         return "%"
     escaped = _ESCAPED.sub(lambda match: _percent(match.group()), key)
@@ -36,7 +36,7 @@ def escape_key(key: str) -> str:
 
 
 def escape_keys(keys: Sequence[str]) -> list[str]:
-    """Escape keys; one test of all of them is enough if none needs it."""
+    """Escape keys; a single test covers the common case that none needs escaping."""
     return list(keys) if _are_plain(keys) else list(map(escape_key, keys))
 
 
@@ -45,13 +45,13 @@ def unescape_keys(texts: Sequence[str]) -> list[str]:
 
 
 def _are_plain(keys: Sequence[str]) -> bool:
-    """True if no key is escaped: all consist of letters, digits and underscores."""
+    """True if no key needs escaping: all consist of letters, digits and underscores."""
     joined = "".join(keys)
     return all(keys) and f"_{joined}".isidentifier() and _LOCK not in joined
 
 
 def escape_first(key: str) -> str:
-    """Escape the first character of a key always, unlike `escape_key`, so that the results differ."""
+    """Escape a key, including always its first character, so that the result differs from `escape_key`."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
 
 
@@ -67,7 +67,7 @@ def unescape_key(text: str) -> str:
     rest = _SEQUENCE.sub("", text)
     if _ESCAPED.search(rest):
         raise ValueError(f"{text!r} is not an escaped key")
-    # Each run of escapes is decoded alone: a lone surrogate must not join with a neighbour.
+    # Each run of escapes is decoded separately, so that a lone surrogate does not combine with its neighbour.
     return _SEQUENCE.sub(lambda match: _decode(match.group(), text), text)
 
 
@@ -94,12 +94,12 @@ _WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?
 
 
 def unwrapped_name(name: str) -> str:
-    """Return the name of a leaf without the names that wrappers of modules add to it."""
+    """Return a leaf name without the keys that module wrappers add to it."""
     return _WRAPPED_KEYS.sub("", name)
 
 
 def joined_names(names: Sequence[str]) -> list[str]:
-    """Return names with all keys joined by dots, without the names of wrappers if the rest still differs.
+    """Return names with all keys joined by dots, and without wrapper keys if the names stay distinct.
 
     So ``layers.0.weight`` in the state dict of a module gets the same name as the nested ``layers/0/weight``.
     """
@@ -124,16 +124,16 @@ of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state
 keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
 
 _WILD = set("*?[")
-_CLOSE = 2000  # paths that are searched for one like a pattern that matches none
+_CLOSE = 2000  # maximum paths to search for one similar to an unmatched pattern
 
 
 class PathFilter:
-    """Chooses paths by patterns. A path is the escaped keys of a leaf's name."""
+    """Selects paths by patterns. A path is the sequence of escaped keys of a leaf name."""
 
     def __init__(
         self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
     ) -> None:
-        """``option`` is what users call the second argument."""
+        """``option`` is the user-facing name of the second argument."""
         self._select = None if select is None else compiled(select, "select")
         self._exclude = [] if exclude is None else compiled(exclude, option)
 
@@ -160,7 +160,7 @@ class PathFilter:
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:
-    """Return which names match patterns; a pattern that matches no name is an error."""
+    """Return for each name whether it matches the patterns; a pattern that matches no name is an error."""
     paths = [name.split(".") for name in names]
     chosen = PathFilter(select)
     chosen.check(paths)
@@ -168,14 +168,14 @@ def choose(names: Sequence[str], select: Patterns) -> list[bool]:
 
 
 class Pattern:
-    """A pattern, which is compared with a path key by key: a *position* is the number of its keys that have matched."""
+    """A pattern, matched with a path key by key: a *position* is the number of pattern keys matched so far."""
 
     def __init__(self, option: str, text: str) -> None:
         self.text = text
         self._label = f"{option}={text!r}"
         self._texts = text.split("/")
         self._matchers = list(map(_matcher, self._texts))
-        skipped = [[position] for position in range(len(self._texts) + 1)]  # ``**`` may match no key
+        skipped = [[position] for position in range(len(self._texts) + 1)]  # ``**`` may match zero keys
         for position, text in reversed([*enumerate(self._texts)]):
             skipped[position] += skipped[position + 1] if text == "**" else []
         self._next = [skipped[position + (text != "**")] for position, text in enumerate(self._texts)]
@@ -185,7 +185,7 @@ class Pattern:
         return self._label
 
     def after(self, positions: Collection[int], key: str) -> set[int]:
-        """Return the positions after a key of a path; a key with dots also counts as the keys between them."""
+        """Return the positions reached after a path key; a key with dots also counts as the keys between the dots."""
         reached = self._after(positions, key)
         if "." in key:
             for part in key.split("."):
@@ -198,7 +198,7 @@ class Pattern:
         return {following for position in matching for following in self._next[position]}
 
     def literal(self, positions: Collection[int]) -> Collection[str] | None:
-        """Return the keys without dots that match next; None if wildcards decide."""
+        """Return the only keys (without dots) that can match next; None if there are wildcards."""
         keys = [self._texts[position] for position in positions if position < len(self._texts)]
         return None if any(set(key) & _WILD for key in keys) else keys
 
@@ -207,11 +207,11 @@ class Pattern:
         return len(self._texts) in positions
 
     def takes_all(self, positions: Collection[int]) -> bool:
-        """True if every longer path matches, too."""
+        """True if every longer path matches as well."""
         return self._texts[-1] == "**" and len(self._texts) - 1 in positions
 
     def matches(self, path: Iterable[str]) -> bool:
-        """True if a whole path matches, in time proportional to the product of both lengths."""
+        """True if an entire path matches; takes time proportional to pattern length times path length."""
         positions = self.begin
         for key in path:
             positions = self.after(positions, key)
@@ -225,13 +225,13 @@ def _matcher(key: str) -> Callable[[str], object]:
 
 
 def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
-    """Return a pattern that matches something and is close to one that matches nothing."""
+    """Suggest a pattern that matches something and is similar to one that matches nothing."""
     for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
         if any(map(Pattern("", text).matches, paths)):
             return text
     containers = ("/".join([*keys[:length], "**"]) for keys in paths[:_CLOSE] for length in range(1, len(keys)))
-    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers first, as there are fewer
-    import difflib  # for an error only
+    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers first, as they are fewer
+    import difflib  # imported lazily: for errors only
 
     close = difflib.get_close_matches(pattern.text, list(candidates)[: 2 * _CLOSE], n=1)
     return close[0] if close else None

@@ -1,4 +1,4 @@
-"""Samples of leaves: a few evenly spaced elements of each, with a digest of their bits, taken without waiting.
+"""Leaf samples: a few evenly spaced elements of each leaf, with a digest of their bits, taken without waiting.
 
 Arrays in host memory are read at once. The elements of arrays on a device are gathered there, and copied to the host
 while the program continues; :attr:`Samples.is_ready` says when they have arrived.
@@ -22,31 +22,31 @@ from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
-_ELEMENTS = 64  # read from each leaf
-_ON_DEVICES = 64  # leaves of jax on one device: XLA takes about 8 ms to compile the gather of each
+_ELEMENTS = 64  # maximum elements read from each leaf
+_ON_DEVICES = 64  # maximum jax leaves per device, as XLA takes about 8 ms to compile the gather of each
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class _Group(NamedTuple):
-    """Leaves of one dtype, whose elements follow each other in one array."""
+    """Leaves of one dtype whose sampled elements are concatenated in one array."""
 
-    positions: list[int]  # of the leaves among all
-    counts: tuple[int, ...]  # elements of each
+    positions: list[int]  # leaf indices
+    counts: tuple[int, ...]  # number of elements of each leaf
     fetch: Callable[[], NDArray[Any]]
     is_ready: Callable[[], bool]
 
 
 @dataclass
 class Samples:
-    """Samples of several leaves, perhaps still on their way to the host."""
+    """Samples of several leaves, which may still be in transfer to the host."""
 
-    count: int  # the number of leaves, unreadable ones included
+    count: int  # number of leaves, including unreadable ones
     _groups: list[_Group] = field(default_factory=list)
-    _devices: dict[str, int] = field(default_factory=dict)  # with the first leaf on each
+    _devices: dict[str, int] = field(default_factory=dict)  # device kind to the index of the first leaf on it
 
     def devices(self, count: int) -> str:
-        """Return the kinds of devices of the first leaves, with the number of devices that share a leaf."""
+        """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means sharing among 4 devices."""
         return ", ".join(sorted(device for device, position in self._devices.items() if position < count))
 
     @property
@@ -55,7 +55,7 @@ class Samples:
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """Return a digest of each leaf, 0 for one that cannot be read, and ``shown`` of its elements as numbers."""
+        """Return a digest of each leaf (0 if unreadable) and the values of ``shown`` of its elements."""
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
@@ -71,21 +71,21 @@ class Samples:
 
 
 class _View(NamedTuple):
-    """The elements of a tensor that are read, as long as the tensor has the same facts."""
+    """A view of the sampled elements of a tensor, valid as long as the tensor's facts stay the same."""
 
-    facts: tuple[Any, ...]  # of _facts: what decides where the elements lie
+    facts: tuple[Any, ...]  # values of the `_facts` functions
     address: int
-    part: Any  # a numpy array, if numpy has the dtype; None at the first sample of a tensor
+    part: Any  # a numpy array if numpy has the dtype, else a tensor; None at the first sample
 
 
 class _Runs(NamedTuple):
-    """Leaves whose elements are read together: those in host memory by dtype, tensors also by device."""
+    """Leaves whose elements are read together: numpy arrays grouped by dtype, tensors by device and dtype."""
 
     on_host: dict[Any, _Run]
     of_torch: dict[tuple[Any, Any], _Run]
 
     def add(self, position: int, part: Any) -> None:
-        """Add a part of a tensor: a tensor, or a numpy array over its memory."""
+        """Add the sampled elements of a leaf, as a tensor or a numpy array."""
         if isinstance(part, np.ndarray):
             runs, key = self.on_host, part.dtype
         else:
@@ -106,10 +106,10 @@ class _Run(NamedTuple):
 
 
 class _Steady:
-    """Tensors that were the same at two samples, and are compared all at once."""
+    """Tensors that were unchanged between two samples, so that they can be checked all at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """Keep views of some of ``count`` leaves, by position."""
+        """Keep the views, by position, of some of ``count`` leaves."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -125,26 +125,26 @@ class _Steady:
         self._addresses = [views[position].address for run in self.runs.of_torch.values() for position in run.positions]
 
     def are_in(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the leaves have these tensors, with the same memory."""
+        """Return whether the leaves still contain these tensors, with the same memory."""
         if len(leaves) != self._count or not self._positions:
             return len(leaves) == self._count
         tensors = [*map(leaves.__getitem__, self._positions)]
         try:
             same = all([*map(get, tensors)] == seen for get, seen in zip(_facts(), self._seen, strict=True))
             return same and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
-        except (RuntimeError, TypeError):  # A tensor of a subclass has no memory now, or the leaf is no tensor.
+        except (RuntimeError, TypeError):  # a tensor subclass without memory, or not a tensor
             return False
 
 
 class Sampler:
-    """Takes samples of the same leaves again and again; it keeps views of the tensors among them."""
+    """Samples the same leaves repeatedly; it keeps views of the tensors among them."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _View] = {}  # of tensors that were sampled once, by position
+        self._views: dict[int, _View] = {}  # tensors sampled once so far, by position
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Begin to take samples of arrays and numbers; no views are kept of ``passing`` ones, such as gradients."""
+        """Start sampling arrays and numbers; no views are kept of ``passing`` leaves, such as gradients."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
         last_views = self._views if is_steady else {**self._views, **self._steady.views}
@@ -170,11 +170,11 @@ class Sampler:
                 elif part.size:
                     of_jax.setdefault(device, []).append((position, part))
             elif kind == "array":
-                leaf = np.asarray(leaf)  # A matrix cannot be flat.
-                # A restore may give a leaf another order in memory.
+                leaf = np.asarray(leaf)  # np.matrix cannot become one-dimensional
+                # Read in C order, as a restored leaf may have another memory order.
                 is_other = position < len(leaves) and not leaf.flags.c_contiguous
                 _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
-            elif kind == "number":  # numpy makes an object array of a longer integer.
+            elif kind == "number":  # longer integers would become object arrays
                 is_long = isinstance(leaf, int) and leaf.bit_length() > 63
                 _add_array(runs, position, np.asarray(hash(leaf) if is_long else leaf))
         kept = {position: view for position, view in views.items() if view.part is not None}
@@ -200,28 +200,28 @@ class Sampler:
 
 @functools.cache
 def _facts() -> Sequence[Callable[[Any], Any]]:
-    """Return the functions whose values decide which tensor this is, and where its elements lie."""
+    """Return functions whose values identify a tensor and the location of its elements."""
     tensor = torch.Tensor
     return id, tensor.data_ptr, tensor.numel, tensor.stride, operator.attrgetter("dtype")
 
 
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
-    """Return what to keep of a tensor: from its second sample on, a view of its memory."""
+    """Return what to keep of a tensor: its facts, and from the second sample on a view of its memory."""
     # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
-    # references to tensors are no way out: torch refuses to swap a parameter that has one.
+    # references to tensors are not an alternative: torch refuses to swap a parameter that has one.
     address = _address(tensor)
     now = _View(tuple(get(tensor) for get in _facts()) if address else (), address, None)
     if last is None or last.facts != now.facts or not address or _address(view) != address:
         return now
     if view.device.type == "cpu":
         with contextlib.suppress(RuntimeError):  # numpy has no such type
-            # Unlike Tensor.numpy, this leaves the memory resizable, which FSDP frees between two steps.
+            # Unlike Tensor.numpy, this keeps the storage resizable, which FSDP needs to free it between steps.
             return now._replace(part=np.from_dlpack(view))
     return now._replace(part=view)
 
 
 def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
-    """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
+    """Gather elements on the device with one compiled function for all arrays, and one host copy per dtype."""
     groups: dict[Any, list[tuple[int, Any]]] = {}
     for position, array in entries:
         groups.setdefault(array.dtype, []).append((position, array))
@@ -235,7 +235,7 @@ def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
     return gathered
 
 
-_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of classes of leaves
+_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # leaf class to kind
 
 
 def _kind_of(leaf: Any) -> str:
@@ -255,12 +255,12 @@ def _view_of(tensor: Any) -> Any:
         return None
     flat = local.detach() if local.requires_grad else local
     stride = _stride(size)
-    # A flat tensor need not be dense: the elements of a column lie apart, and an expanded number has only one.
+    # Even a 1-d tensor may be non-contiguous: a matrix column has a stride, an expanded scalar has one element.
     return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _memory_of(flat)[::stride]
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
-    """Return the first part of a jax array on a device of this process, that device, and the kind of all devices."""
+    """Return the first local shard of a jax array, its device, and the kind (and number) of all devices."""
     if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set
@@ -285,12 +285,12 @@ def _add_array(runs: _Runs, position: int, array: NDArray[Any]) -> None:
 def _gathered_by_torch(views: list[Any]) -> Any:
     flat = torch.cat(views)
     if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
-        flat = flat.float()  # numpy has no such type; no number changes
+        flat = flat.float()  # numpy lacks such dtypes; the conversion is exact
     return flat
 
 
 def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[], bool]]:
-    """Begin to copy a tensor to the host; return two functions: one returns it, one tests whether it has arrived."""
+    """Start copying a tensor to the host; return two functions, to fetch it and to test whether it has arrived."""
     streams: Any = getattr(torch, flat.device.type, None)
     if not hasattr(streams, "Event"):
         return partial(np.asarray, flat.cpu().numpy()), lambda: True
@@ -308,7 +308,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none now, like a sharded parameter between steps."""
+    """Return the address of a tensor's memory, or 0 if it has none, as a parameter that FSDP frees between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass
@@ -316,7 +316,7 @@ def _address(tensor: Any) -> int:
 
 
 def _memory_of(tensor: Any) -> Any:
-    """Return the elements of a tensor in the order of its strides, as a flat view if they are contiguous."""
+    """Return a tensor's elements flattened in memory order, as a view if they are contiguous."""
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
     permuted = tensor.permute(order)
     return permuted.view(-1) if permuted.is_contiguous() else permuted.reshape(-1)
@@ -324,21 +324,21 @@ def _memory_of(tensor: Any) -> Any:
 
 @functools.lru_cache(64)
 def _chosen(counts: tuple[int, ...], shown: int) -> NDArray[Any]:
-    """Return the indices of the elements whose values are recorded, in a row for each leaf."""
+    """Return the indices of the elements whose values are recorded, one row per leaf."""
     each = np.array(counts)
     return np.asarray((np.cumsum(each) - each)[:, None] + np.arange(shown) * each[:, None] // shown)
 
 
 @functools.lru_cache(64)
 def _layout(counts: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[np.uint64], NDArray[Any]]:
-    """Return the start of each run of elements, the weight of each element, and the starts of the runs of one."""
+    """Return the start of each run of elements, the weight of each element, and the starts of single-element runs."""
     each = np.array(counts)
     starts = np.cumsum(each) - each
     return starts, _WEIGHTS[np.arange(each.sum()) - np.repeat(starts, each)], starts[each == 1]
 
 
 def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Return a digest of the bits of each run of elements, never 0; a single element counts as a number."""
+    """Return a nonzero digest of the bits of each run of elements; single elements are digested as 64-bit numbers."""
     if flat.dtype.kind == "c":
         flat, counts = flat.view(flat.real.dtype), tuple(2 * count for count in counts)
     if flat.dtype.itemsize not in _WIDTHS:
@@ -357,9 +357,9 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     return np.maximum(folded, 1)
 
 
-@functools.lru_cache(64)  # Numbers such as a learning rate seldom change.
+@functools.lru_cache(64)  # cached, as numbers such as a learning rate seldom change
 def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
-    """Return the digest and the value of the only element of an array."""
+    """Return the digest and value of a single-element array."""
     flat = np.frombuffer(content, dtype)
     with np.errstate(all="ignore"):
         return int(_digests(flat, (1,))[0]), float(_real(flat)[0])
@@ -374,13 +374,13 @@ def _real(array: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def size_of(leaf: Any) -> int:
-    """Return the number of bytes of an array, and 0 for other leaves, such as sparse tensors."""
+    """Return the size of an array in bytes; 0 for other leaves, such as sparse tensors."""
     is_sparse = is_torch_tensor(leaf) and not is_dense(leaf)
     return 0 if is_sparse else int(getattr(leaf, "nbytes", 0))
 
 
 def full_sum(leaf: Any) -> Any:
-    """Return the sum of the bits of all elements, perhaps on their device; None for a leaf that is no array."""
+    """Return the sum of all elements' bits as integers, perhaps still on the device; None if the leaf has none."""
     if is_torch_tensor(leaf):
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

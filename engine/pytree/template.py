@@ -1,4 +1,4 @@
-"""Templates: what their leaves ask for, what the caller requests, and whether a saved leaf fits."""
+"""Templates: what their leaves ask for, what the caller requests, and whether saved leaves fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .leaves import (
 )
 from .names import escape_key, format_path
 
-TemplateFacts = tuple[Any, ...]  # what follows the name in `LeafTemplate`
+TemplateFacts = tuple[Any, ...]  # the fields of `LeafTemplate` after the name
 _VALUES = NUMBER_KINDS | {"str"}
 _ARRAYS = frozenset({"jax", "numpy", "torch"})
 _SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
@@ -46,20 +46,20 @@ _SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
 
 @dataclass(slots=True)
 class LeafTemplate:
-    """The array or value that one leaf of a template asks for."""
+    """The array or value that a template leaf asks for."""
 
     name: str
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
-    shape: tuple[int, ...] | None  # of the stored array (for keys, of their data); None if the kind says all
-    dtype: np.dtype[Any] | None  # of the stored array; None if the kind says all
-    leaf: Any  # the leaf of the template; None without a template
+    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of their data); None if the kind is enough
+    dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind is enough
+    leaf: Any  # the template's own leaf; None without a template
     variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
-    sharding: Any = None  # sharding of a jax array; None leaves it to jax
+    sharding: Any = None  # sharding of a jax array; None leaves the choice to jax
     cast: bool = False  # whether elements of another dtype are cast to this one
-    resize: bool = False  # whether another shape is padded with zeros or truncated to this one, at the end of each axis
+    resize: bool = False  # whether another shape is zero-padded or truncated to this one, at the end of each axis
     origin: str = "template"  # "template" or "request", for messages
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # a tree has few types
+    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # a function for each leaf type, as a tree has few types
     for name, value in zip(names, values, strict=True):
         facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
         try:
@@ -108,7 +108,7 @@ def _python_facts(value: Any) -> TemplateFacts:
 
 
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
-    """Return how a leaf of a template differs from the saved leaf, or None if it fits. Nothing is cast silently.
+    """Return how a template leaf differs from the saved leaf, or None if it fits. Nothing is cast silently.
 
     Arrays of the three libraries match if shape and dtype are the same. A Python number matches a 0-d array (or numpy
     scalar) of the same kind; whether the value fits is known once it is read.
@@ -136,10 +136,10 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
 
 
 def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
-    """Do the same as `compare` for a leaf of a template that describes a checkpoint."""
+    """Compare like `compare`, for a template leaf that is a `LeafMetadata`."""
     metadata = metadata_of(saved)
     is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
-    # The value decides how these kinds are stored.
+    # Shape and dtype do not count for these kinds, as their storage depends on the value.
     is_free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
     if is_alike and (is_free or (wanted.shape, wanted.dtype) == (metadata.shape, metadata.dtype)):
         return None
@@ -165,7 +165,7 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
 
 
 def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
-    """Return a template that casts a saved leaf of another dtype, if both are integers, floats or complex numbers."""
+    """Return the template with a cast enabled if the dtypes differ but both are integer, float or complex."""
     if saved is None or saved.dtype is None or template.dtype is None or template.kind == "key":
         return template
     number = number_kind(saved.dtype)
@@ -185,7 +185,7 @@ def _same_dtype(left: np.dtype[Any], right: np.dtype[Any]) -> bool:
 
 
 def _number_of(leaf: LeafTemplate | Saved) -> str | None:
-    """Return the kind of Python number that a leaf is, or can be read as, or None."""
+    """Return the kind of Python number that a leaf is or can be read as, or None."""
     if leaf.kind in NUMBER_KINDS:
         return leaf.kind
     is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
@@ -194,18 +194,18 @@ def _number_of(leaf: LeafTemplate | Saved) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRequest:
-    """What the caller asks for one leaf, if that differs from the saved leaf or from its template."""
+    """The caller's request for one leaf, where it differs from the saved leaf or from its template."""
 
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
     # None lets the template decide.
     kind: str | None = None
-    dtype: np.dtype[Any] | None = None  # elements are cast to this; None never casts
-    shape: tuple[int, ...] | None = None  # shape of the whole array; None is the saved shape
-    # Whether a saved shape that differs from ``shape`` is padded with zeros or truncated, at the end of each axis;
+    dtype: np.dtype[Any] | None = None  # dtype to cast the elements to; None for no cast
+    shape: tuple[int, ...] | None = None  # shape of the whole array; None for the saved shape
+    # Whether a saved array of another shape is zero-padded or truncated to ``shape``, at the end of each axis;
     # otherwise that is an error.
     resize: bool = False
     sharding: Any = None  # a `jax.sharding.Sharding`, or None
-    weak: bool = False  # whether an array of jax becomes weakly typed
+    weak: bool = False  # whether a jax array becomes weakly typed
 
 
 def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTemplate | None) -> LeafTemplate:
@@ -237,11 +237,11 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Return the template that a request makes of a saved leaf, if no template has an array for it."""
+    """Return the template for a request based on the saved leaf, if the caller's template has no array for it."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
-    if saved.dtype is None or saved.shape is None or no_array:  # a value that is no number
+    if saved.dtype is None or saved.shape is None or no_array:  # a value that is not a number
         return anything if saved.kind == "none" else replace(anything, kind=kind)
     variant = saved.variant
     if kind == "any" or (kind == "numpy" and variant is not None):
@@ -253,7 +253,7 @@ def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
         kind = "numpy_scalar" if saved.kind == "numpy_scalar" and request.shape is None else "numpy"
     dtype = saved.dtype
     if kind == "jax" and saved.kind in NUMBER_KINDS:
-        # jax makes arrays of this dtype from numbers; it must hold the value exactly.
+        # jax converts numbers to this dtype, which must hold the value exactly.
         dtype = jax_leaves.narrowed(dtype) or dtype
     if kind == "jax" and saved.kind == "key":
         kind = "key"
@@ -270,7 +270,7 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
         inner = 1 if template.kind == "key" or (template.variant or "").startswith("complex") else 0
         shape = (*request.shape, *shape[len(shape) - inner :])
     if request.dtype is not None:
-        # Keys and dtypes that only torch has are not cast.
+        # Keys and torch-only dtypes are not cast.
         dtype, cast = request.dtype, template.kind != "key" and template.variant is None
     return replace(
         template,
@@ -295,13 +295,13 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # fresh state has the same types, the program is unchanged, and a leaf is restored as it was saved: array or number,
 # weak or strong, with its dtype and shape. If they differ, the program has changed.
 
-_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; of the others, the kind alone
-_PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be made without their class
+_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; others compare by kind
+_PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be rebuilt without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
 
 class LeafType(NamedTuple):
-    """What distinguishes a leaf for a program, apart from its value."""
+    """The type of a leaf as a program sees it: everything but its value."""
 
     kind: str  # see `LeafTemplate.kind`
     dtype: str | None = None
@@ -325,12 +325,12 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit treats both alike: a Python float as a weakly typed scalar, a numpy array as a jax array."""
+        """True if jit treats both alike, such as a Python float and a weakly typed scalar, or numpy and jax arrays."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
     def _traced(self) -> tuple[Any, ...] | None:
-        """What distinguishes the leaf for jit; None if jit does not accept it."""
+        """The type of the leaf as jit sees it; None if jit does not accept it."""
         if self.kind in NUMBER_KINDS:
             return self.kind, (), self.kind != "bool"
         if self.kind not in _SAVED_ARRAYS:
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The types of the leaves of a fresh state, by name; ``roots`` are its keys if the saved tree may have others."""
+    """The leaf types of a fresh state, by name; ``roots`` are its top-level keys if the saved tree may have others."""
 
     def __init__(
         self,
@@ -362,8 +362,8 @@ class FreshTypes:
         self._roots = None if roots is None else sorted(map(escape_key, roots))
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
-        """Return as JSON how the types of the fresh state differ from the types of a saved tree."""
-        types: dict[tuple[int, str, Any], LeafType] = {}  # many leaves share a few descriptions
+        """Return how the leaf types of the fresh state differ from those of a saved tree, as JSON."""
+        types: dict[tuple[int, str, Any], LeafType] = {}  # a cache, as many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
         for name, leaf in zip(names, leaves, strict=True):
@@ -384,11 +384,11 @@ class FreshTypes:
         return document if self._roots is None else {**document, "roots": self._roots}
 
     def covers(self, name: str) -> bool:
-        """True if a leaf of a later state was a leaf of the fresh one, or is below one."""
+        """True if a leaf of a later state was a leaf of the fresh state, or is directly below one."""
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return why a resume could not rebuild a tree that the fresh state has become, if so."""
+        """Return why a resume could not rebuild a tree that has grown from the fresh state; empty if it could."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -402,7 +402,7 @@ def _is_within(name: str, roots: Collection[str] | None) -> bool:
 
 
 def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> dict[str, LeafType]:
-    """Return the types of a fresh state from its `FreshTypes.document`, which is not trusted."""
+    """Return the leaf types of a fresh state from its `FreshTypes.document`, which is untrusted input."""
     try:
         new, roots = set(document.get("new", ())), document.get("roots")
         types = {name: LeafType.of(leaf) for name, leaf in saved.items() if name not in new and _is_within(name, roots)}
@@ -416,7 +416,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return the template for a leaf of the fresh state, or the difference if the program has changed.
+    """Return the template to restore a leaf of the fresh state, or the difference if the program has changed.
 
     ``began`` is the type of the leaf in the fresh state that the run began with.
     """
@@ -438,7 +438,7 @@ def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> Le
     is_alike = {template.kind, kind} <= {"jax", "key"} or template.kind == kind == "torch"
     if not is_alike or template.shape is None or saved.shape is None or template.variant != saved.variant:
         return new_leaf(template.name, saved, kind)
-    # The template decides its sharding or device.
+    # Sharding and device come from the template.
     sharding = template.sharding if len(template.shape) == len(saved.shape) else None
     cast = kind == "torch" and template.dtype != saved.dtype
     like_saved = replace(template, kind=kind, shape=saved.shape, dtype=saved.dtype, weak=saved.weak)
@@ -446,7 +446,7 @@ def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> Le
 
 
 def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
-    """Return the template of a leaf that is restored as it was saved, as an array of the same library."""
+    """Return a template that restores a leaf as it was saved, as an array of the same library."""
     kind = kind or saved.kind
     if kind == STATIC:
         raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: make it there")
@@ -456,11 +456,11 @@ def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
 
 
 class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
-    """A container that cannot be rebuilt, because its class is unknown."""
+    """Raised for a container or function that a resume cannot rebuild, as the fresh state lacks it."""
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:
-    """Return the containers of a saved tree; those that a template has, too, get its classes."""
+    """Return the containers of a saved tree, with the classes of the template for those that it has as well."""
     if saved is None:
         return None
     segments = saved.segments
@@ -482,7 +482,7 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
 
 
 def in_saved_order(wanted: TreeDef | None, saved: TreeDef | None) -> TreeDef | None:
-    """Return the containers of a template, with the keys of dictionaries in the order of a saved tree."""
+    """Return the containers of a template, with dictionary keys in the order of a saved tree."""
     if wanted is None or saved is None or {*wanted.segments} != {*saved.segments}:
         return wanted
     below = dict(zip(saved.segments, saved.children, strict=True))
@@ -500,7 +500,7 @@ _MAPPINGS = ("flax.core.frozen_dict.FrozenDict", "flax.nnx.statelib.State")
 
 
 def _maker(saved: TreeDef) -> Callable[[list[Any]], Any] | None:
-    """Return a function that makes a container of a loaded class: a named tuple, or a container of flax."""
+    """Return a function that builds a named tuple or flax container if its class is loaded; otherwise None."""
     label, keys = saved.label or "", saved.keys
     module, _, name = label.rpartition(".")
     kind = loaded_object(f"{module}:{name}")
@@ -515,7 +515,7 @@ def _maker(saved: TreeDef) -> Callable[[list[Any]], Any] | None:
 
 
 def leaf_names(structure: TreeDef | None, name: str = "") -> list[str]:
-    """Return the names of the leaves below a container, in their order."""
+    """Return the names of all leaves below a container, in tree order."""
     if structure is None:
         return [name]
     return [leaf for below, child in structure.named_children(name) for leaf in leaf_names(child, below)]

@@ -1,4 +1,4 @@
-"""Leaves that are torch tensors: described for saving, and made from host arrays when loading.
+"""Torch tensor leaves: how they are described for saving, and created from host arrays on loading.
 
 Which process holds which part of a DTensor follows from its mesh and placements, without communication. Placements
 apply from the first axis of the mesh to the last: each divides what the ones before it have left, as
@@ -29,14 +29,14 @@ from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, jo
 COMMON_DTYPES = frozenset({
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128",
-})  # fmt: skip  # names of the dtypes that numpy has as well
-_TINY = re.compile("u?int[1-7]")  # torch names integers of less than a byte, but has no operations on them
-_PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
+})  # fmt: skip  # names of the dtypes that torch and numpy share
+_TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, which torch defines without operations
+_PAIRED = {"complex32": "float16"}  # stored as real and imaginary parts along an additional last axis
 HOST_DEVICES = {"cpu", "meta"}
-ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # devices that copy to the host in the background
-# Bytes that a save without its own pinned memory copies at the same time: torch pins up to twice as many, for good.
+ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
+# Maximum bytes of concurrent copies in a save without its own pinned memory: torch pins up to twice as many, for good.
 BYTES_AT_ONCE = 1 << 30
-_SMALL = 1 << 15  # elements; torch uses several threads to copy a tensor of this size
+_SMALL = 1 << 15  # elements; from this size on, torch copies a tensor with several threads
 
 
 def is_dtensor(value: Any) -> bool:
@@ -44,14 +44,14 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors of one tree; with ``later``, a snapshot that follows copies those that it can."""
+    """Describes the tensors of one tree; with ``later``, device copies are left to the next snapshot if possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
         self._left = BYTES_AT_ONCE
-        self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
+        self._axes: dict[Mesh, set[int]] = {}  # per root mesh, the axes that DTensors of the tree span
         for value in values:
             with contextlib.suppress(LeafProblem):  # raised again for the leaf
                 self._prepare(value)
@@ -80,7 +80,7 @@ class TorchDescriber:
         return ArrayLeaf.of(array, details, volatile=volatile)
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
-        """Describe a DTensor: the part that this process holds, and which process holds which part."""
+        """Describe a DTensor: the part in this process, and which process holds which part."""
         sharding = self._sharding(value)
         array, volatile, encoding = self._array(value, _local(value))
         shape, parts = sharding.shape, sharding.parts()
@@ -101,7 +101,7 @@ class TorchDescriber:
         return ArrayLeaf(array.dtype, shape, pieces, volatile, details, None if is_alone else parts)
 
     def _sharding(self, value: Any) -> DTensorSharding:
-        """Return the sharding of a DTensor among all processes that have it, however many meshes it is on."""
+        """Return the sharding of a DTensor over all processes that hold it, including those outside its own submesh."""
         # In a tree that is spread over two axes of a mesh, such as one for tensor parallelism and one for FSDP2, a
         # parameter on one of them is replicated along the other. An axis that no DTensor of the tree is spread over,
         # such as the stages of a pipeline, may have other parameters at each index.
@@ -113,12 +113,12 @@ class TorchDescriber:
         return DTensorSharding(_repeated(sharding.mesh, location[0], more), copies + sharding.divisions, sharding.shape)
 
     def _array(self, value: Any, local: Any) -> tuple[NDArray[Any], bool, TorchDType]:
-        """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
+        """Return the (local) elements of a tensor, whether they can still change, and their encoding."""
         _check(value)
         for device in self._devices:
             getattr(torch, device.type).synchronize(device)
         self._devices.clear()
-        tensor = self._copies.get(id(value))  # kept, as the same tensor may be two leaves
+        tensor = self._copies.get(id(value))  # not popped, as two leaves may be the same tensor
         encoding = encoding_of(value.dtype)
         if isinstance(tensor, DeviceArray):
             _check_memory(tensor.tensor)
@@ -136,10 +136,10 @@ class TorchDescriber:
 
 
 def _local(value: Any) -> Any:
-    """Return the part of a DTensor in the memory of this process."""
+    """Return the local tensor of a DTensor."""
     with torch.no_grad():
         local = value.to_local().detach()
-    # The result of a collective operation may still be on its way.
+    # The result of an asynchronous collective may not have arrived yet.
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
@@ -172,14 +172,14 @@ class TorchDType(NamedTuple):
     """How the elements of a torch dtype are stored."""
 
     name: str
-    dtype: np.dtype[Any]  # the numpy dtype of the same bytes
-    carrier: str | None  # a dtype of the same size that torch and numpy have; None if numpy has the dtype itself
-    paired: bool  # whether an element is stored as two, real and imaginary part
-    variant: str | None  # the name if the numpy dtype does not mean the same, or None
+    dtype: np.dtype[Any]  # numpy dtype of the stored bytes
+    carrier: str | None  # intermediate dtype of this size in torch and numpy; None if numpy has the dtype
+    paired: bool  # whether an element is stored as a pair of real and imaginary part
+    variant: str | None  # torch dtype name if the numpy dtype does not imply it, or None
     details: Details  # details of the leaf
 
     def to_numpy(self, tensor: Any) -> NDArray[Any]:
-        """Return a view of a tensor without gradient, conjugate bit or negative bit."""
+        """Return a numpy view of a tensor, which must have no gradient, conjugate bit or negative bit."""
         if self.paired:
             return np.asarray(torch.view_as_real(tensor).numpy())
         if self.carrier is None:
@@ -187,9 +187,9 @@ class TorchDType(NamedTuple):
         return np.asarray(tensor.view(getattr(torch, self.carrier)).numpy()).view(self.dtype)
 
     def on_device(self, tensor: Any) -> DeviceArray:
-        """Return the elements of a tensor on an accelerator, which also meets the conditions of `to_numpy`."""
+        """Wrap a tensor on an accelerator as a `DeviceArray`; it must also meet the conditions of `to_numpy`."""
         elements = torch.view_as_real(tensor) if self.paired else tensor
-        # Integers have every bit pattern of a dtype, and torch has all operations on these.
+        # Viewed as integers, which keep every bit pattern and support all torch operations.
         carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.dtype.itemsize)
         return DeviceArray(elements if carrier is None else elements.view(getattr(torch, carrier)), self.dtype)
 
@@ -207,10 +207,10 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
     """Return how the torch dtype with this name is stored, without importing torch."""
     dtype, variant = _PAIRED.get(name, name), name if name in _PAIRED else None
     if dtype not in COMMON_DTYPES:
-        import ml_dtypes  # Imported lazily: most programs without torch do not need it.
+        import ml_dtypes  # imported lazily: most programs without torch do not need it
 
         is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
-        # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
+        # Other dtypes, such as sub-byte integers and packed numbers: torch treats them as bytes without operations.
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
         variant = None if is_number else name
     details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
@@ -226,12 +226,12 @@ def encoding_of(dtype: Any) -> TorchDType:
 
 # ---- many small tensors in host memory, checked and copied together
 
-# All that decides how a tensor is stored and whether it can be copied; an object that is not a tensor lacks some.
+# All attributes that decide how a tensor is stored and whether it can be copied; other objects lack some of them.
 _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
 def is_small(value: Any) -> bool:
-    """True if a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
+    """True if `copy_tensors` can copy this tensor, which `TorchDescriber.describe` has already described."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
@@ -245,8 +245,8 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
-    """True if tensors have the facts of others of the same types, and have memory."""
-    # A dispatch mode, such as the one of fake tensors, may turn a copy into something else.
+    """True if tensors match the facts of earlier tensors of the same types, are contiguous and have memory."""
+    # A dispatch mode, such as FakeTensorMode, may intercept the copy.
     if torch._C._len_torch_dispatch_stack():
         return False
     tensor: Any = torch.Tensor
@@ -255,15 +255,15 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
 
 
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return tensors over memory, of the dtypes in the facts, to copy to."""
+    """Return destination tensors that share memory with arrays, with the dtypes in the facts."""
     if not arrays:
-        return []  # torch may not be loaded
-    with torch.inference_mode(False):  # tensors made in that mode could not be written outside of it
+        return []  # torch may not be imported
+    with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
         return [encoding_of(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
 
 
 def copy_tensors(targets: list[Any], sources: list[Any]) -> None:
-    """Copy tensors to the tensors of `tensors_over`, which have the same shapes and dtypes."""
+    """Copy tensors to the destination tensors from `tensors_over`, which have the same shapes and dtypes."""
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
 
@@ -281,7 +281,7 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def tensor_like(saved: Saved) -> Any | None:
-    """Return a tensor without memory like a saved array; None if torch has no such dtype, or no operations on it."""
+    """Return a meta tensor like a saved array; None if torch lacks the dtype or has no operations on it."""
     name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
     dtype = getattr(torch, name or "", None)
     if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):
@@ -303,7 +303,7 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return kind, stored shape, stored dtype, leaf and variant of a leaf of a template."""
+    """Return kind, stored shape, stored dtype, leaf and variant of a template leaf."""
     if not value.is_meta:
         _check(value)
     encoding = encoding_of(value.dtype)
@@ -312,7 +312,7 @@ def template_facts(value: Any) -> tuple[Any, ...]:
 
 
 def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
-    """Return the boxes of an array that this process needs for a DTensor like a template; None for other tensors."""
+    """Return the boxes of an array that this process needs if the template is a DTensor; None for other tensors."""
     if not is_dtensor(template):
         return None
     share = _share(template, shape)
@@ -321,7 +321,7 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
 
 
 def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
-    """Return the parts of an array that processes need for DTensors like a template; None for other tensors."""
+    """Return the parts of an array that all processes need if the template is a DTensor; None for other tensors."""
     if not is_dtensor(template):
         return None
     parts = _sharding_like(template, shape).parts()
@@ -331,7 +331,7 @@ def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
 def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
-    """Make a tensor like a template from its `local_boxes`, or from the whole array; on the CPU without a copy."""
+    """Create a tensor like a template from its `local_boxes` or from the whole array; on the CPU without a copy."""
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
@@ -348,11 +348,11 @@ def put(
     return _finished(tensor, template)
 
 
-STRIDES = "strides"  # key in the details of dense tensors that are not in C order: their strides, in elements
+STRIDES = "strides"  # details key for the strides, in elements, of dense tensors that are not in C order
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
-    """True if strides, perhaps from a file, belong to a dense tensor whose axes have any order in memory."""
+    """True if strides (perhaps read from a file) describe a dense tensor, in any axis order."""
     if not isinstance(strides, list) or len(strides) != len(shape) or {*map(type, strides)} - {int}:
         return False
     elements = 1
@@ -364,7 +364,7 @@ def is_permuted(shape: Sequence[int], strides: Any) -> bool:
 
 
 def with_strides(tensor: Any, strides: Any) -> Any:
-    """Return a tensor with the strides that it was saved with: the rounding of the next steps may depend on them."""
+    """Return a tensor with its saved strides, as the rounding of later steps may depend on them."""
     if strides is None or not is_permuted(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -381,11 +381,11 @@ def _share(template: Any, shape: tuple[int, ...]) -> Share | None:
 def _assembled(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, encoding: TorchDType
 ) -> NDArray[Any]:
-    """Join the boxes of this process in the layout of its memory."""
+    """Assemble the boxes of this process into its local array."""
     if len(arrays) == 1:
         return arrays[0]
     share = _share(template, shape)
-    if share is None:  # this process is not one of the mesh
+    if share is None:  # this process is not in the mesh
         return np.zeros((0,), encoding.dtype)
     joined = np.empty((*share.shape, 2) if encoding.paired else share.shape, encoding.dtype)
     for array, (_, index) in zip(arrays, share.boxes, strict=True):
@@ -402,29 +402,29 @@ def _moved(array: NDArray[Any], dtype: Any, device: Any) -> Any:
 
 
 def _finished(tensor: Any, template: Any) -> Any:
-    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # a cast to integers has no gradient
+    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # integers have no gradient
     needs_gradient = template.requires_grad and differentiable
     if isinstance(template, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=needs_gradient)
     return tensor.requires_grad_(needs_gradient)
 
 
-Interval = tuple[int, int]  # consecutive indices along an axis: the first, and the one after the last
-PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its index in the tensor of a process
+Interval = tuple[int, int]  # half-open range of indices along an axis: (start, stop)
+PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its index in the local tensor of a process
 
 
 class Division(NamedTuple):
     """How one axis of a mesh divides an array."""
 
-    axis: int | None  # the array's axis that is divided; None if the array is replicated along this axis of the mesh
-    rounds: int = 1  # blocks that the axis is cut into before each is divided; more than 1 for a ``_StridedShard``
+    axis: int | None  # the sharded array axis; None if the array is replicated along this mesh axis
+    rounds: int = 1  # blocks that the axis is cut into before each is divided; above 1 for a ``_StridedShard``
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    shape: tuple[int, ...]  # the number of processes along each axis
-    processes: tuple[int, ...]  # ranks in the program, in C order
-    names: tuple[str, ...]  # names of the axes
+    shape: tuple[int, ...]  # number of processes along each mesh axis
+    processes: tuple[int, ...]  # global ranks, in C order
+    names: tuple[str, ...]  # mesh axis names
 
     @cached_property
     def coordinates(self) -> dict[int, tuple[int, ...]]:
@@ -432,19 +432,19 @@ class Mesh:
 
 
 class Share(NamedTuple):
-    """The part of an array that one process holds: the shape of its local tensor, and the boxes of elements in it."""
+    """The part of an array that one process holds: the shape of its local tensor, and the boxes in it."""
 
     shape: tuple[int, ...]
     boxes: tuple[PlacedBox, ...]
 
 
 class DTensorSharding(NamedTuple):
-    mesh: Mesh  # the processes that hold some
-    divisions: tuple[Division, ...]  # one for each axis of the mesh
+    mesh: Mesh  # mesh of the processes that hold the array
+    divisions: tuple[Division, ...]  # one for each mesh axis
     shape: tuple[int, ...]  # shape of the whole array
 
     def intervals(self, process: int) -> list[list[Interval]] | None:
-        """Return the indices that a process holds along each axis, in memory order; None outside the mesh."""
+        """Return the index ranges that a process holds along each axis, in memory order; None outside the mesh."""
         coordinates = self.mesh.coordinates.get(process)
         if coordinates is None:
             return None
@@ -456,7 +456,7 @@ class DTensorSharding(NamedTuple):
 
     @lru_cache(maxsize=4096)  # noqa: B019 - shardings are values, and a program has few of them
     def parts(self) -> tuple[Part, ...]:
-        """Return the parts of the array in ascending order, each with the processes that hold it."""
+        """Return the parts of the array in ascending order, each with the ranks that hold it."""
         processes = self.mesh.processes
         if 0 in self.shape:
             return (Part((0,) * len(self.shape), self.shape, tuple(sorted(processes))),)
@@ -472,7 +472,7 @@ class DTensorSharding(NamedTuple):
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def describe(self) -> Details:
-        """Return JSON facts in the same form as for a jax sharding; do not change them."""
+        """Return JSON facts in the same form as for a jax sharding; the result is cached and must not be modified."""
         names = self.mesh.names
         spec = [
             [name for name, division in zip(names, self.divisions, strict=True) if division.axis == axis]
@@ -501,7 +501,7 @@ def _placed_boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:
-    """Return one of `count` shares of the indices: the same share of each of `rounds` blocks of equal size."""
+    """Return share ``index`` of ``count`` of the held indices, taken from each of ``rounds`` equal blocks."""
     shares = []
     size = sum(high - low for low, high in held)
     for block in range(rounds):
@@ -511,13 +511,13 @@ def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[I
 
 
 def _chunk(begin: int, end: int, count: int, index: int) -> Interval:
-    # Like torch.chunk: all shares have one size, but the last ones may be smaller or empty.
+    # Like torch.chunk: all shares have the same size, except that the last ones may be smaller or empty.
     size = math.ceil((end - begin) / count)
     return min(begin + index * size, end), min(begin + (index + 1) * size, end)
 
 
 def _taken(held: list[Interval], begin: int, end: int) -> list[Interval]:
-    """Return the held indices between two positions, in their order."""
+    """Return the held indices between two positions in the list of held indices, in order."""
     taken, position = [], 0
     for low, high in held:
         first, last = max(begin - position, 0), min(end - position, high - low)
@@ -563,9 +563,9 @@ def _mesh(mesh: Any) -> Mesh:
 
 
 def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
-    """Return the root of a mesh, and the axes of it that the mesh covers whole; None if it covers parts of some."""
+    """Return a mesh's root and the root axes that it covers fully; None if it covers some axis only partly."""
     if mesh not in _roots:
-        get = getattr(mesh, "_get_root_mesh", None)  # a function of the module in earlier versions of torch
+        get = getattr(mesh, "_get_root_mesh", None)  # a module-level function in earlier torch versions
         root_mesh = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
         root, processes = _mesh(root_mesh), _mesh(mesh).processes
         _roots[mesh] = None
@@ -579,7 +579,7 @@ def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
 
 @lru_cache(maxsize=64)
 def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
-    """Return a mesh with its copies along other axes of the root; these axes are the first ones."""
+    """Return a mesh repeated along further axes of its root mesh, which become the leading axes."""
     ranks = {coordinates: process for process, coordinates in root.coordinates.items()}
     processes = []
     for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):
@@ -593,4 +593,4 @@ def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
 
 _roots: weakref.WeakKeyDictionary[Any, tuple[Mesh, frozenset[int]] | None] = weakref.WeakKeyDictionary()
 _meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
-_interned = lru_cache(maxsize=64)(Mesh)  # equal meshes are one object, which is quickly found in other caches
+_interned = lru_cache(maxsize=64)(Mesh)  # equal meshes become one object, which makes lookups in the other caches fast

@@ -1,4 +1,4 @@
-"""Transformations of trees: leaves are renamed, merged, split and completed.
+"""Tree transformations: leaves are renamed, merged, split and completed.
 
 A plan, made before any value is touched, decides where each leaf of the new tree comes from. `apply_transformations`
 follows it for trees in memory, `holdfast.load_transformed` for saved trees.
@@ -18,12 +18,12 @@ from .flattening import MAX_DEPTH, Flattened, TreeDef, flatten, unflatten
 from .leaves import is_jax_abstract, library_of
 from .names import format_path
 
-_PLAIN = re.compile(r"[\w/%-]*")  # characters without a meaning in a regular expression
+_PLAIN = re.compile(r"[\w/%-]*")  # keys without regular expression syntax
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    r"""Where the value of a key of the new tree comes from.
+    r"""Defines where the value of a key in the new tree comes from.
 
     ``Transform()`` without arguments takes the value from the same key of the original tree.
 
@@ -70,7 +70,7 @@ class Transform:
 def apply_transformations(
     original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool = True
 ) -> Any:
-    r"""Make a tree of the new tree's structure with values of the original one.
+    r"""Build a tree with the new tree's structure and the original tree's values.
 
     Where the value of a key comes from:
 
@@ -126,29 +126,29 @@ def apply_transformations(
 class OriginalTree:
     """The part of the original tree that a plan needs; its values are not read."""
 
-    names: Sequence[str]  # names of the leaves
-    structure: TreeDef | None  # the containers; None for a bare leaf
+    names: Sequence[str]  # leaf names
+    structure: TreeDef | None  # the containers; None if the tree is a bare leaf
     empty: Sequence[bool]  # whether each leaf is None, which counts as no value
-    where: str = ""  # location for errors; empty for a tree in memory
+    where: str = ""  # location shown in errors; empty for a tree in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A leaf of the new tree that is a leaf or container of the original tree."""
+    """A leaf of the new tree that is taken from a leaf or container of the original tree."""
 
     path: str  # path in the original tree
-    start: int  # the number of its first leaf there
-    stop: int  # the number after its last leaf
+    start: int  # index of its first leaf in the original tree
+    stop: int  # index after its last leaf
     container: TreeDef | None  # None for a leaf
-    function: Callable[[Any], Any] | None  # makes the new value of it; None for the value itself
+    function: Callable[[Any], Any] | None  # converts the value; None takes it unchanged
 
     @property
     def is_leaf(self) -> bool:
-        """True if it is a leaf that is taken as it is."""
+        """True for a leaf that is taken unchanged."""
         return self.container is None and self.function is None
 
     def apply(self, value: Any, name: str, old: Any) -> Any:
-        """Return the value of a leaf of the new tree, made of the value in the original tree."""
+        """Return the new value of a leaf, converted from the value in the original tree."""
         function = self.function
         if function is None:
             return value
@@ -160,11 +160,11 @@ class Taken:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A function of the whole original tree, which is called once."""
+    """A ``multi_value_fn`` of the whole original tree, which is called only once."""
 
-    path: str  # the path of the leaf or container in the new tree that it makes
+    path: str  # path of the leaf or container of the new tree that it computes
     function: Callable[..., Any]
-    # Names of the leaves below that path, relative to it; a leaf itself has the empty name.
+    # Leaf names relative to that path; empty if the path is a leaf.
     names: list[str] = field(default_factory=list)
 
     def run(self, original: Any) -> Any:
@@ -189,19 +189,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A leaf of the tree that a function of the whole original tree returns, by its name in that tree."""
+    """A leaf of the new tree taken from the result of a `Call`, by its name in that result."""
 
     call: Call
     name: str
 
 
-Origin = Taken | Computed | None  # the source of a leaf of the new tree, or None if the leaf stays
+Origin = Taken | Computed | None  # source of a leaf of the new tree; None if the leaf keeps its value
 
 
 def evaluate(
     new: Flattened, origins: Mapping[int, Origin], *, run: Callable[[Call], Any], take: Callable[[Taken], Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Generate the values of leaves that do not stay, by number; ``run`` and ``take`` read the original tree."""
+    """Yield the index and value of each replaced leaf; ``run`` and ``take`` read the original tree."""
     returned: dict[Call, dict[str, Any]] = {}
     for number, origin in origins.items():
         old = new.values[number]
@@ -240,7 +240,7 @@ class _Planner:
         self._original.update((_path_of(name), (index, index + 1, None)) for index, name in enumerate(original.names))
 
     def origin(self, name: str, value: Any) -> Origin:
-        """Decide where one leaf of the new tree comes from; note a problem."""
+        """Decide where one leaf of the new tree comes from, and record a problem if it cannot be filled."""
         path = _path_of(name)
         match = self.rules.find(path)
         if value is None:
@@ -260,7 +260,7 @@ class _Planner:
         return self._taken(path, match.source, value, match)
 
     def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
-        """Return the part of the original for a leaf, even if only one tree has the values of nnx below variables."""
+        """Return the original tree's part for a leaf, even if only one tree has ``value`` keys below nnx variables."""
         part, below = self._original.get(path), self._original.get(f"{path}/value")
         if part is None and path.endswith("/value"):
             above = self._original.get(path.removesuffix("/value"))
@@ -314,7 +314,7 @@ class _Planner:
 
 
 def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator[tuple[str, tuple[int, int, TreeDef]]]:
-    """Generate the path of each container, with first leaf, end of leaves and definition, inner ones first."""
+    """Yield each container's path with (first leaf, end of leaves, definition), inner containers first."""
     if node is None:
         return
     start = counter[0]
@@ -335,7 +335,7 @@ def _check_leaf(result: Any, path: str, placeholder: bool, function: str) -> Non
 
 
 def has_values(leaf: Any) -> bool:
-    """True if a leaf of a template has values; an abstract or deleted one has none."""
+    """True if a template leaf has values; abstract and deleted arrays have none."""
     if is_jax_abstract(leaf):
         return False
     library = library_of(leaf)
@@ -345,7 +345,7 @@ def has_values(leaf: Any) -> bool:
 
 
 def _explained(function: Callable[[], Any], option: str, path: str) -> Any:
-    """Call a function of the user; add a note with the key to an exception."""
+    """Call a user function; add a note naming the transformation's key to any exception."""
     try:
         return function()
     except Exception as error:
@@ -362,16 +362,16 @@ def _path_of(name: str) -> str:
 class _Rule:
     key: str  # levels separated by ``/``
     transform: Transform
-    pattern: re.Pattern[str] | None  # the key as a regular expression; None if it matches only itself
-    problem: str = ""  # why the key is not a regular expression; empty if it is one
+    pattern: re.Pattern[str] | None  # the key as a regular expression; None if it matches only literally
+    problem: str = ""  # why the key is not a valid regular expression; empty if it is
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
     rule: _Rule
-    path: str  # the path that its key matches, of the leaf or of a container above it
+    path: str  # the path that the rule's key matches: the leaf's, or that of a container above it
     rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
-    source: str  # the path of its value in the original tree, such as ``params/Dense_0/kernel``
+    source: str  # path of the leaf's value in the original tree, such as ``params/Dense_0/kernel``
 
 
 class _Rules:
@@ -389,7 +389,7 @@ class _Rules:
         for target in paths:
             if (rule := self._literal.get(target)) is not None:
                 return _match(rule, None, target, path)
-        for target in paths[:-1] or paths:  # a pattern that matches the empty path does not mean the whole tree
+        for target in paths[:-1] or paths:  # not the root, although a pattern may match the empty path
             if target not in self._first:
                 matches = ((rule, rule.pattern.fullmatch(target)) for rule in self.rules if rule.pattern is not None)
                 self._first[target] = next(((rule, match) for rule, match in matches if match is not None), None)
@@ -418,7 +418,7 @@ def _argument_count(function: Callable[..., Any]) -> int:
     """Return how many positional arguments a ``multi_value_fn`` takes: 1 or 2."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in functions have no signature
+    except (TypeError, ValueError):  # some built-in functions have no introspectable signature
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [each for each in parameters if each.kind in positional and each.default is inspect.Parameter.empty]
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return the match of a rule for the leaf at ``path``; its key matches ``target``, its path or one above."""
+    """Return a rule's match for the leaf at ``path``; its key matches ``target``, the leaf's path or one above it."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)
@@ -467,7 +467,7 @@ def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> 
 
 
 def _above(path: str) -> Iterator[str]:
-    """Generate the paths of the containers above a leaf, the innermost first; the whole tree has the empty path."""
+    """Yield the paths of the containers above a leaf, innermost first, ending with the empty path of the whole tree."""
     while path:
         path = path.rpartition("/")[0]
         yield path

@@ -1,6 +1,6 @@
-"""Ways to leaves: a state is searched once, and its chosen leaves are found again at every later step.
+"""Ways (access paths) to leaves: a state is searched once, and its chosen leaves are found again at every step.
 
-A way is a chain of keys and attributes from the root. It leads to the present leaf, whether each step makes a new
+A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each step makes a new
 immutable tree or changes a module in place. Nothing is ever written, and no method of an object is called.
 """
 
@@ -28,17 +28,17 @@ from .leaves import PLAIN, is_jax_array, is_torch_tensor, library_of, loaded, nn
 MISSING: Any = object()
 """The result of a way whose entry or attribute is gone."""
 
-_MOST_NODES = 60_000  # objects and leaves that are visited
+_MOST_NODES = 60_000  # maximum objects and leaves to visit
 _MOST_ATTRIBUTES = 4_000
 _MOST_RATES = 32
-_MOST_VALUES = 1000  # of a batch
-_LONG = 200  # characters of a text that is kept whole
-_SMALL = 1 << 10  # bytes of an array whose values are a text
-_TEXT_DEPTH = 3  # containers in containers
-_MOST_ENTRIES = 256  # of a container whose entries are a text
+_MOST_VALUES = 1000  # maximum values to visit in a batch
+_LONG = 200  # characters; longer texts are shortened, with a checksum
+_SMALL = 1 << 10  # bytes; the values of larger arrays are not converted to text
+_TEXT_DEPTH = 3  # nesting depth of containers that are converted to text
+_MOST_ENTRIES = 256  # entries; for larger containers, the text has only the length
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
-_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")  # left alone
+_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")  # not opened
 
 _Get = Callable[[Any, Any], Any]
 
@@ -48,12 +48,12 @@ class _Child(NamedTuple):
     get: _Get
     key: Any
     value: Any
-    parameter: tuple[int, int] | None = None  # its group and number, if its state in an optimizer has the key
+    parameter: tuple[int, int] | None = None  # (group, index) of the parameter whose optimizer state has the key
 
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """A way that continues another one, or begins at the root."""
+    """One step of a way, from its parent or from the root."""
 
     parent: _Way | None
     get: _Get
@@ -61,11 +61,11 @@ class _Way:
 
     @property
     def is_open(self) -> bool:
-        """True if the way passes only containers."""
+        """True if the way leads only through containers."""
         return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if an entry is gone from a container whose entries do not come and go, as the items of lists do."""
+        """True if an entry has vanished from a container that should keep its entries, unlike a list."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
@@ -73,15 +73,15 @@ class _Way:
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-_NOWHERE = _Way(None, lambda *_: MISSING, None)  # the way to a leaf that a state lacks
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # way to a leaf that the state lacks
 
 
 class _Route:
-    """Follows several ways at once; parts that they share are visited once."""
+    """Follows several ways at once, and visits shared prefixes only once."""
 
     def __init__(self, ways: Iterable[_Way | None]) -> None:
         self._numbers: dict[_Way | None, int] = {None: 0}
-        self._steps: list[tuple[int, _Get, Any]] = []  # the number of the owner's way, and what leads on from there
+        self._steps: list[tuple[int, _Get, Any]] = []  # index of the owner's way, and getter and key for the next step
         self._ends: list[int] = []
         for way in ways:
             ahead: list[_Way] = []
@@ -94,11 +94,11 @@ class _Route:
             self._ends.append(self._numbers[ahead[0] if ahead else way])
 
     def follow(self, root: Any) -> list[Any]:
-        """Return the values that the ways lead to from a root, in their order."""
+        """Return the values that the ways lead to from a root, in the order of the ways."""
         return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
-        """Return the values that the ways and their parts lead to from a root."""
+        """Return the values that the ways and their prefixes lead to from a root, by way."""
         return dict(zip(self._numbers, self._values(root), strict=True))
 
     def _values(self, root: Any) -> list[Any]:
@@ -106,7 +106,7 @@ class _Route:
         for owner, get, key in self._steps:
             try:
                 values.append(get(values[owner], key))
-            except Exception:  # An entry or an attribute is gone, or MISSING has none.
+            except Exception:  # the entry or attribute is gone, or its owner is MISSING
                 values.append(MISSING)
         return values
 
@@ -121,7 +121,7 @@ class Ways:
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
         count = 0
         leaves: list[tuple[str, _Way, int]] = []  # name, way, rank
-        self._attributes: list[tuple[str, _Way | None, str]] = []  # name, way to the owner, name there
+        self._attributes: list[tuple[str, _Way | None, str]] = []  # name, way to the owner, attribute name
         optimizers: list[_Way | None] = []
         queue: deque[tuple[str, _Way | None, Any, tuple[int, ...]]] = deque([("", None, root, ())])
         while queue and count < _MOST_NODES:
@@ -135,7 +135,7 @@ class Ways:
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
                 taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
-                if not most:  # If no leaves are chosen, arrays become texts as well.
+                if not most:  # without chosen leaves, arrays are converted to text as well
                     taken -= {child.key for child in children if library_of(child.value) is not None}
                 self._attributes += [(f"{prefix}{name}", way, name) for name in _attributes(value) if name not in taken]
             states: dict[Any, _Way] = {}
@@ -148,37 +148,37 @@ class Ways:
                     leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, below, child.value, (*above, id(value))))
-        self.total = len(leaves)  # chosen or not
+        self.total = len(leaves)  # all leaves found, chosen or not
         if names is None:
             leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode(errors="replace"))))
             self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
         else:
             ways = {name: way for name, way, _ in leaves}
             self._leaves = {name: ways.get(name) for name in names}
-        self.names = tuple(self._leaves)  # of the chosen leaves: keys and attributes joined by dots
+        self.names = tuple(self._leaves)  # names of the chosen leaves: keys and attributes joined by dots
         self._to_leaves = _Route(way or _NOWHERE for way in self._leaves.values())
         self._to_owners = _Route(way for _, way, _ in self._attributes)
         self._to_optimizers = _Route(optimizers)
 
     def follow(self, root: Any) -> list[Any]:
-        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING for those that are gone."""
+        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING where one is gone."""
         return self._to_leaves.follow(root)
 
     def ended(self, root: Any) -> list[str]:
         """Return the names of the chosen leaves that another root lacks, if only containers lead to them.
 
-        Items of lists, the state of an optimizer, and attributes further below may come and go.
+        List items, optimizer state, and leaves reached through attributes may come and go.
         """
         values = self._to_leaves.values(root)
         return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
 
     def trained(self, root: Any) -> set[int] | None:
-        """Return the ids of all parameters of the optimizers of torch; None if there is no optimizer."""
+        """Return the ids of all parameters of torch optimizers; None if there is no optimizer."""
         groups = [group for one in self._to_optimizers.follow(root) for group in getattr(one, "param_groups", ())]
         return {id(one) for group in groups for one in group["params"]} if groups else None
 
     def attributes(self, root: Any) -> dict[str, str]:
-        """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
+        """Return the attributes that are plain values, functions, generators or containers of these, as text."""
         texts: dict[str, str] = {}
         for (name, _, key), owner in zip(self._attributes, self._to_owners.follow(root), strict=True):
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
@@ -188,7 +188,7 @@ class Ways:
 
 
 def _children(value: Any) -> list[_Child]:
-    """Return the values that a way can lead to from an object; an array has none."""
+    """Return the children of an object that a way can lead to; arrays have none."""
     if type(value) is dict or isinstance(value, Mapping):
         get = _entry if hasattr(type(value), "__missing__") else operator.getitem
         return [_Child(str(key), get, key, child) for key, child in [*value.items()]]
@@ -240,7 +240,7 @@ def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
 
 
 def _entry(mapping: Any, key: Any) -> Any:
-    return mapping.get(key, MISSING)  # A defaultdict would make the entry.
+    return mapping.get(key, MISSING)  # not mapping[key], which would create the entry in a defaultdict
 
 
 def _held(module: Any, key: tuple[str, str]) -> Any:
@@ -261,26 +261,26 @@ def _value_of(variable: Any, _: object) -> Any:
 
 
 def _is_variable(value: Any) -> bool:
-    """True if an object is a variable of nnx or of Keras, which holds one array."""
+    """True if an object is an nnx or Keras variable, which holds one array."""
     if loaded("flax.nnx") is not None and isinstance(value, nnx.Variable):
         return True
     return type(value).__module__.startswith("keras.") and hasattr(value, "value") and hasattr(value, "assign")
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """True if ways lead through an attribute; other attributes are only texts."""
+    """True if ways may lead through an attribute; other attributes are only converted to text."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
-    """True if the attributes of an object belong to a library; loaders are excepted, as they lead to data."""
+    """True for library objects, which are not opened, except torch data loaders, as they lead to data."""
     module = type(value).__module__
     is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
     return module.partition(".")[0] in _LIBRARIES and not is_loader
 
 
 def _rank(child: _Child) -> int:
-    """Return 0 for learning rates, 1 for trained parameters and the state of optimizers, 2 for other leaves."""
+    """Return 0 for learning rates, 1 for trained parameters and optimizer state, 2 for other leaves."""
     if child.get is _option:
         return 0 if child.key[1] == "lr" and child.key[0] < _MOST_RATES else 2
     is_trained = child.parameter is not None or (is_torch_tensor(child.value) and child.value.requires_grad)
@@ -291,7 +291,7 @@ def _rank(child: _Child) -> int:
 
 
 def _attributes(value: Any) -> list[str]:
-    """Return the names of attributes that may be plain values; objects of libraries have none."""
+    """Return the names of attributes that may be plain values; none for library objects."""
     is_schedule = loaded("torch") is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
     is_closed = type(value).__module__.partition(".")[0] in (*_LIBRARIES, *_LOADERS)
     if (is_closed and not is_schedule) or _is_variable(value):
@@ -309,17 +309,17 @@ def _attributes(value: Any) -> list[str]:
 
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
-    """Return the attributes that every module has: of torch, and of Lightning if that is imported."""
+    """Return the attributes that every torch module has, and every LightningModule if Lightning is imported."""
     classes = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
     return frozenset(name for cls in classes for name in vars(cls()))
 
 
-_CACHES = {"_computed", "_forward_cache"}  # of a metric: its next call, or compute(), sets them
-_INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # names that libraries give
+_CACHES = {"_computed", "_forward_cache"}  # metric attributes that its next call or compute() overwrites
+_INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # prefixes of library-internal names
 
 
 def text_of(value: Any) -> str | None:
-    """Return a plain value as text that is the same in every process, without addresses; None for other objects.
+    """Return a plain value as text that is identical in every process, without addresses; None for other objects.
 
     >>> text_of({"b", "a"}), text_of(len), text_of(object()), text_of([1.5, None])
     ("{'a', 'b'}", 'builtins.len', None, '[1.5, None]')
@@ -401,7 +401,7 @@ def leaves_of(value: Any) -> tuple[list[Any], str]:
 
 
 def _text_of_integers(numbers: Collection[int]) -> str:
-    """Return a checksum of integers, such as the state of a generator: their text would take ten times as long."""
+    """Return a checksum of integers, such as a generator state, for which repr would take ten times as long."""
     try:
         return f"integers {zlib.crc32(array('q', numbers).tobytes()):08x}"
     except OverflowError:

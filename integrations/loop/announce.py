@@ -17,19 +17,19 @@ logger = logging.getLogger("holdfast")
 
 
 def announce(text: str, *args: object, shown: bool = True) -> None:
-    """Log a line at INFO; if ``shown``, also write it to stderr, unless a handler shows it or the program is silent."""
+    """Log a line at INFO; if ``shown``, also write it to stderr, unless a handler shows it or logging is silenced."""
     logger.info(text, *args)
-    # A program asks for silence by the level of this logger, or by disabling it.
+    # A program silences it by setting this logger's level or disabling logging.
     silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
     is_handled = any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
     if shown and not silent and not is_handled and sys.stderr is not None:
-        with contextlib.suppress(OSError):  # The terminal may be closed.
+        with contextlib.suppress(OSError):  # the terminal may be closed
             sys.stderr.write(f"holdfast: {text % args}\n")
             sys.stderr.flush()
 
 
 _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
-    (HoldfastError, ""),  # Its message says what to do.
+    (HoldfastError, ""),  # its message already says what to do
     (KeyboardInterrupt, '. To save the step first at Ctrl-C, set signals=("SIGTERM", "SIGHUP", "SIGINT")'),
     (SystemExit, ". To save the step first, leave the loop with break, and call sys.exit after the with block"),
     (BaseException, ". To lose fewer steps, save more often: save_interval_steps= or save_interval_secs="),
@@ -38,15 +38,15 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """The steps that a run has reported and saved, for a line at its end; it listens to the events of the run."""
+    """Tracks the reported and saved steps of a run from its events, for a line at its end."""
 
     directory: str
     saves_at_end: bool = True
-    step: int | None = None  # the last step that the loop has reported
-    saved: int | None = None  # the last one that was saved or restored
+    step: int | None = None  # last step that the loop has reported
+    saved: int | None = None  # last step that was saved or restored
 
     def begin(self) -> None:
-        """Report at the interpreter's exit, unless the callback is closed or another one continues the run."""
+        """Register a report at interpreter exit, unless the callback is closed or another one continues the run."""
         _open[self.directory] = self
 
     def note(self, event: Event) -> None:
@@ -54,7 +54,7 @@ class Ending:
             self.saved = event.get("step")
 
     def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
-        """End; if ``shown``, with a line about the steps that an exception has lost."""
+        """Stop tracking; if ``shown``, report the steps lost to an exception."""
         if _open.get(self.directory) is self:
             del _open[self.directory]
         if error is not None and shown:
@@ -62,7 +62,7 @@ class Ending:
             self.say(f"the loop ended with {type(error).__name__}", advice)
 
     def say(self, how: str, advice: str) -> None:
-        """Announce which steps are saved, and warn of lost ones."""
+        """Announce which step is saved, and warn about lost steps."""
         if self.step is None:
             return
         if self.step == self.saved:
@@ -73,13 +73,13 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # the runs whose callback is not closed, by directory; they refer to no state
+_open: dict[str, Ending] = {}  # runs with an open callback, by directory; they keep no state alive
 os.register_at_fork(after_in_child=_open.clear)
 
 
 def _end_all() -> None:
-    """Warn of lost steps as the interpreter exits, when no step can be saved any more."""
-    error = getattr(sys, "last_value", None)  # of the exception that ends the program, if one does
+    """Warn about lost steps at interpreter exit, when nothing can be saved any more."""
+    error = getattr(sys, "last_value", None)  # the exception that ends the program, if any
     for ending in _open.values():
         if ending.step != ending.saved:
             saves = ending.saves_at_end and error is None

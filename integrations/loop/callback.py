@@ -1,6 +1,6 @@
-"""The callback of a training loop: saves, keeps, resumes.
+"""The training loop callback: saves checkpoints, decides which to keep, and resumes runs.
 
-:class:`CheckpointCallback` knows no framework. The type of the state chooses a :class:`StateAdapter`, which does.
+:class:`CheckpointCallback` is framework-agnostic; a :class:`StateAdapter`, chosen by the state's type, is not.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ T = TypeVar("T")
 
 
 class HasStateDict(Protocol):
-    """A torch module or optimizer, or an object like them: a state, although it may be callable."""
+    """A torch module or optimizer, or a similar object: it counts as a state even if it is callable."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return its values by name."""
+        """Return the object's values by name."""
         ...
 
 
@@ -76,7 +76,7 @@ Live = TypeVar("Live", bound=HasStateDict)
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a call of ``on_step`` or ``on_eval`` did, and what the loop should do next.
+    """The outcome of a call to ``on_step`` or ``on_eval``, and what the loop should do next.
 
     Attributes:
         saved: Whether this call saved the step. The files are written in the background, except after a preemption,
@@ -116,7 +116,7 @@ class CheckpointCallback:
 
     The state is one of these:
 
-    - a pytree of arrays of jax, numpy or torch and plain values, such as a ``TrainState``: the state that is passed is
+    - a pytree of jax, numpy or torch arrays and plain values, such as a ``TrainState``: the state that is passed is
       never changed, a new one is returned, with the types that it had at the save (a number that has become a jax array
       is one again, weakly typed if it was; a list that has grown is as long as it was);
     - nnx objects, or dicts, lists and tuples of them: updated in place;
@@ -136,9 +136,9 @@ class CheckpointCallback:
     - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types that it
       had at the save and the shardings of what was passed;
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
-      the restored value as it was saved; the passed value is no template.
+      the restored value as it was saved; the passed value is not a template.
 
-    No checkpoint holds gradients of torch. If gradients are accumulated over several batches, ``on_step`` comes
+    Checkpoints do not include torch gradients. If gradients are accumulated over several batches, ``on_step`` comes
     after ``optimizer.step()``, not after each batch; a warning says if it does not.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
@@ -190,7 +190,7 @@ class CheckpointCallback:
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.
         hyperparameters: Which hyperparameters count in a resume if they differ, such as a new learning rate:
-            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
+            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch optimizers and the
             values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
             devices), as far as the program has imported them. Each of several processes has its own, unless they are
@@ -227,7 +227,7 @@ class CheckpointCallback:
         barrier_timeout_secs, load_and_broadcast:
 
     Args: tests
-        clock: Where the time comes from, for tests.
+        clock: The time source, for tests.
 
     Attributes:
         extras: The extras by name as they were restored; as they were passed, after a fresh start.
@@ -285,7 +285,7 @@ class CheckpointCallback:
         self._options = options = LoopArguments(**given)
         self._state_checkpointer = AsyncCheckpointer(options.tree_handler())
         extras = options.tree_handler()
-        extras.optional = True  # Trees of components have the item only if there are extras.
+        extras.optional = True  # component trees have this item only if there are extras
         self._manager = CheckpointManager(
             options.directory,
             {
@@ -303,9 +303,9 @@ class CheckpointCallback:
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._witness = Witness(self._manager, enabled=options.witness, on_inexact=options.on_inexact)
-        self._adapter: StateAdapter | None = None  # chosen by the first state
-        self._saver: StepSaver | None = None  # once the state before the first step is known
-        self._stop: Stop | None = None  # once the processes of the run are connected
+        self._adapter: StateAdapter | None = None  # chosen by the type of the first state
+        self._saver: StepSaver | None = None  # set once the state before the first step is known
+        self._stop: Stop | None = None  # set once the processes of the run are connected
         self._preemption = self._signal(options.preemption_signals())
         self._after_signal = StepsAfterSignal(options, self._manager, self._preemption)
         self._generators = GlobalGenerators() if options.global_generators else None
@@ -323,14 +323,14 @@ class CheckpointCallback:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the checkpoints, for everything beyond the loop: listing, metrics, pinning."""
+        """The checkpoint manager, for everything beyond the loop: listing steps, reading metrics, pinning."""
         return self._manager
 
     @property
     def preempted(self) -> bool:
         """True if one of the signals has arrived.
 
-        It costs next to nothing, so evaluation loops may read it, too. A supervisor that watches for hangs then sees
+        Reading it is cheap, so evaluation loops may check it, too. A supervisor that watches for hangs then sees
         that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
@@ -338,22 +338,22 @@ class CheckpointCallback:
 
     @property
     def _last_step(self) -> int | None:
-        """The last step that was reported, or None."""
+        """The last reported step, or None."""
         return None if self._saver is None else self._saver.step
 
     @property
     def proof(self) -> Proof:
-        """What the comparison of a resumed run with the steps before the stop has shown so far."""
+        """The result so far of comparing a resumed run with the steps before the stop."""
         return self._witness.proof
 
     @property
     def should_stop(self) -> bool:
-        """True if ``on_step`` has saved because of a preemption, and asked to stop."""
+        """True if ``on_step`` has saved because of a preemption and asked the loop to stop."""
         return self._should_stop
 
     @property
     def exit_status(self) -> int:
-        """The status to end the program with: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
+        """The exit status for the program: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
 
         It is 130 after a Ctrl-C that ``signals`` names, so that nothing starts the program again, and otherwise 0. Ask
         for it after the ``with`` block, when the last step is saved.
@@ -368,11 +368,11 @@ class CheckpointCallback:
 
     @overload
     def restore_or_initialize(self, state: Callable[[], T], *, like: Any = None, **extras: Any) -> tuple[T, int]:
-        """Restore the state that a function makes; call it when there is no checkpoint."""
+        """Restore the state that a function makes; call the function only when there is no checkpoint."""
 
     @overload
     def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]:
-        """Restore a state, and return it with the number of its updates; initialize when there is no checkpoint."""
+        """Restore a state and return it with its number of updates; initialize when there is no checkpoint."""
 
     def restore_or_initialize(self, state: Any, *unknown: Never, like: Any = None, **extras: Any) -> tuple[Any, int]:
         """Restore the newest whole checkpoint, or the step that ``resume`` names; initialize when there is none.
@@ -423,7 +423,7 @@ class CheckpointCallback:
             if resume == "never" or self._manager.latest_step() is None:
                 initial.check_fresh(adapter)
             self._begin()
-            self._saver = None  # After an error, the loop cannot continue without the values that it has not restored.
+            self._saver = None  # so that the loop cannot continue with unrestored values after an error
             self._manager.acquire()
             self._names = frozenset(extras)
             restored = None if resume == "never" else restore(self._manager, adapter, initial, given, self._options)
@@ -477,7 +477,7 @@ class CheckpointCallback:
 
         Returns:
             Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
-            their methods have returned; arrays are numpy arrays, or tensors of torch if the program has imported
+            their methods have returned; arrays are numpy arrays, or torch tensors if the program has imported
             it.
 
         Raises:
@@ -499,7 +499,7 @@ class CheckpointCallback:
         epoch: Any = None,
         **extras: Any,
     ) -> StepOutcome:
-        """Report that an update is done, and save if a save is due. Call it after every update.
+        """Report a finished update, and save if a save is due. Call it after every update.
 
         When nothing is due it takes some hundred microseconds, most of them to take the state of the global generators,
         and never waits for the device.
@@ -551,7 +551,7 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Report metrics that became known after the step, such as an evaluation's.
+        """Report metrics that became available after the step, such as evaluation metrics.
 
         Args:
             step: The step that was evaluated.
@@ -595,7 +595,7 @@ class CheckpointCallback:
         orderly, ends_early = False, self._after_signal.left is not None and not self._should_stop
         try:
             try:
-                # Perhaps only one of several processes has received the signal after the last step.
+                # With an AgreedStop, perhaps only one process has received a signal after the last step.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
                 saves = (self._options.save_at_end or preempted) and self._witness.error is None
                 if saver is not None and not saver.is_saved and saves:
@@ -613,14 +613,14 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """End the program, as the loop has ended by itself in the steps after a preemption: no code may follow."""
+        """Exit at once: the loop ended by itself in the steps after a preemption, and no later code may run."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Never:
-            is_hook = name == "setup" or name.startswith("on_")  # which a Lightning trainer asks for
+            is_hook = name == "setup" or name.startswith("on_")  # a hook that a Lightning trainer would call
             hint = "; a Lightning trainer takes holdfast.integrations.lightning.CheckpointCallback" if is_hook else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -642,13 +642,13 @@ class CheckpointCallback:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
-            # The exception of the loop matters more, so this one must not replace it.
+            # The loop's own exception matters more, so this one must not replace it.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._end(orderly=False, error=error)
 
     def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
-        # After a preemption, the steps that follow the saved one are to be repeated.
+        # After a preemption, steps past the saved one are not lost: the resume repeats them.
         has_stopped = self._should_stop or self._after_signal.left is not None
         self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
@@ -675,7 +675,7 @@ class CheckpointCallback:
         return self._adapter
 
     def _check_call(self, step: Any, unknown: Sequence[object], metrics: object, extras: Mapping[str, Any]) -> int:
-        """Return the step of a report as an integer; raise an error for one that no save could follow."""
+        """Return the reported step as an integer; raise an error if the arguments of ``on_step`` cannot be saved."""
         if unknown or not hasattr(type(step), "__index__"):
             raise UnknownArgumentError(
                 f"on_step takes the step, a whole number (found {step!r:.40}), and one state: on_step(step, state, "
@@ -689,10 +689,10 @@ class CheckpointCallback:
                 f"restore_or_initialize was given {', '.join(f'{name}=' for name in missing)} but on_step was not: "
                 "pass it at every step, so that it is saved"
             )
-        if self._reported is None and self._restored is None:  # A resumed run may begin to save more.
+        if self._reported is None and self._restored is None:  # a resumed run may start to save further extras
             warn_of_unrestored(extras, self._names)
         if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None after a save
+            self._went_on_from = restored  # None once a step was saved after the resume
             self._reported = self._reported if restored is None else restored
         if self._reported is not None and step < self._reported:
             raise OptionError(
@@ -703,7 +703,7 @@ class CheckpointCallback:
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the extras followed by the global generators, from which a restore of other extras may draw."""
+        """Return the extras with the global generators last, as restoring the other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
     def _begin_steps(
@@ -717,7 +717,7 @@ class CheckpointCallback:
         fresh: FreshTypes | None,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepSaver:
-        """Begin to watch the state; set the global generators, when everything else is restored."""
+        """Begin to watch the state, and set the global generators now that everything else is restored."""
         replicated = self._options.replicated
         saver = self._saver = StepSaver(self._manager, adapter, replicated, self._witness, offset, fresh)
         for loader in loaders_of(extras).values():
@@ -758,23 +758,23 @@ class CheckpointCallback:
         return saver, stop
 
     def _stop_now(self, extras: Mapping[str, Any]) -> None:
-        """Ask to stop, and end the data: a ``break`` may leave one of several loops."""
+        """Ask the loop to stop, and end its data loaders: a ``break`` may leave only the innermost of several loops."""
         self._should_stop = True
         if self._preemption.ends_run:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)
 
     def _on_preemption(self, saver: StepSaver, report: Report, due: bool, why: str) -> StepOutcome:
-        if self._should_stop:  # The run goes on after a notice of Ray: save by the ordinary rules.
+        if self._should_stop:  # the run continues after a Ray notice, so the ordinary save rules apply
             if due:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # The next step is saved instead.
+        if save and not saver.save("preempted"):  # the next step is saved instead
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)
-        self._ending.end()  # The steps that follow are to be repeated.
+        self._ending.end()  # later steps do not count as lost: the resume repeats them
         next_action = "stopping"
         if self._after_signal.begin(report.left_in_epoch):
             left = self._after_signal.left

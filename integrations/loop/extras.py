@@ -1,4 +1,4 @@
-"""The extras of a checkpoint: positions in the data, random keys, averages, plain data."""
+"""Checkpoint extras: data positions, random keys, averages, plain data."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .trees import is_stream, to_tree
 logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
-CHECKSUMS = "replicated_checksums"  # of the arrays of replicated extras; processes compare them as plain values
+CHECKSUMS = "replicated_checksums"  # of replicated extras' arrays; processes compare them as plain values
 _TAKEN = ("step", "state", "metrics", GRADIENTS, CHECKSUMS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return the tree of one extra for a checkpoint: a snapshot of a stateful object, otherwise its values."""
+    """Return the tree to save for an extra: a snapshot of a stateful object, otherwise its values."""
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -39,7 +39,7 @@ def changes_in_place(extra: Any) -> bool:
 
 
 def moves(extra: Any) -> bool:
-    """Return whether every step takes a snapshot of the extra, as a loop may draw from it before it ends."""
+    """Return whether the extra needs a snapshot at every step, as the loop may draw from it before a later save."""
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
 
 
@@ -49,7 +49,7 @@ def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
 
 
 def checksum_of(tree: Any) -> int | None:
-    """Return a checksum of the arrays of a saved state, or None without any; jax arrays are omitted."""
+    """Return a checksum of the numpy and torch arrays in a saved state, or None if there are none."""
     checksum = None
     for leaf in flatten(tree).values:
         if isinstance(leaf, np.ndarray) or is_torch_tensor(leaf):
@@ -59,23 +59,23 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extras that are restored into the types, dtypes and shardings of what was passed."""
+    """Return the extras that serve as templates: restored with the types, dtypes and shardings that were passed."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
 def is_template(extra: Any) -> bool:
-    """Return whether an extra is restored into the types of what was passed."""
-    # Stateful objects and plain data may change their structure, as a list grows, so they are restored as saved.
+    """Return whether the passed extra is the template for its restore."""
+    # The structure of stateful objects and plain data may change (a list grows), so they are restored as saved.
     return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 
 
 def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
-    """Return the extras that are loaders of ``hf.resumable`` and ``hf.skip_to``."""
+    """Return the extras that are loaders from ``hf.resumable`` or ``hf.skip_to``."""
     return {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for reserved names, and for iterators and loaders without a state; warn of lost records."""
+    """Raise OptionError for reserved names and for iterators and loaders without a state; warn about lost records."""
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
             f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"
@@ -87,7 +87,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
         check_window(name, extra)
         check_stream(f"{name}=", extra)
         if is_generator(extra):
-            state_of(extra)  # This refuses one that has no state.
+            state_of(extra)  # raises for a generator without a state
         if is_accelerate_loader(extra):
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} of accelerate, which cannot be resumed exactly: without "
@@ -113,7 +113,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
 
 
 def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], method: str) -> None:
-    """Raise OptionError if ``replicated`` names an extra that a method of the callback was not given."""
+    """Raise OptionError if ``replicated`` names an extra that was not passed to the callback's ``method``."""
     if unknown := [name for name in replicated if name not in extras]:
         given = f" (known: {', '.join(extras)})" if extras else ""
         raise OptionError(
@@ -123,7 +123,7 @@ def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], met
 
 
 def check_no_options(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for an extra with the name of an option, which belongs to the constructor."""
+    """Raise OptionError for an extra named like an option, which belongs in the constructor call."""
     if not _OPTIONS.isdisjoint(extras):
         name = min(_OPTIONS & extras.keys())
         raise OptionError(
@@ -140,7 +140,7 @@ def _is_saveable(extra: Any) -> bool:
 
 
 def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
-    """Warn of objects with a state that only ``on_step`` is given, and not ``restore_or_initialize``."""
+    """Warn about stateful objects that are passed to ``on_step`` but not to ``restore_or_initialize``."""
     if others := [name for name, extra in extras.items() if name not in names and changes_in_place(extra)]:
         listed = ", ".join(f"{name}={name}" for name in others)
         logger.warning(

@@ -1,6 +1,6 @@
-"""Finds loops that would not resume exactly, by their first reports and saves, before anything is lost.
+"""Detects loops that would not resume exactly from their first reports and saves, before anything is lost.
 
-It reads names, samples of values, counters and classes. It writes, calls and draws from nothing in the program.
+It reads names, samples of values, counters and classes. It changes, calls and draws from nothing in the program.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .states import STATE, StateAdapter, empty_dicts, located
 logger = logging.getLogger("holdfast")
 
 _ALL = 1 << 30  # leaves
-_TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # leaves whose values are compared
-_COUNTERS = ("step", "count")  # fields in which a TrainState and optax count updates
-_FAR = 100  # reports between two saves, after which any state that is trained has changed
-# Private attributes of torch's iterators: the number of batches taken, the sampler, whether the iterator is reused.
+_TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
+_COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
+_FAR = 100  # reports between two saves, after which any trained state must have changed
+# Private attributes of torch's DataLoader iterators: batches taken, the sampler, whether the iterator is reused.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
 _OTHER_STATE = "on_step(%d) got a state other than restore_or_initialize returned: it lacks %s. Pass the whole state"
@@ -85,22 +85,22 @@ _OTHERWISE = (
 
 class _Look(NamedTuple):
     step: int
-    samples: Samples  # of some leaves
-    versions: list[int]  # how often tensors have changed in place, by their own count
+    samples: Samples  # samples of some leaves
+    versions: list[int]  # torch's count of in-place changes, per tensor
 
 
 class FirstSteps:
-    """Looks at the state that came back, the first two reports and the first saves of a run."""
+    """Checks the restored state, the first two reports and the first saves of a run."""
 
     def __init__(self, adapter: StateAdapter) -> None:
         self._adapter = adapter
         self._reports = self._saves = 0
         self._sampler = Sampler()
-        self._looks: list[_Look] = []  # at the state that came back and the first reports, until they are compared
+        self._looks: list[_Look] = []  # looks at the restored state and the first reports, until they are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
     def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Look at the state of a step that came back, or of no step; a program that peeks may let the state grow."""
+        """Look at the state returned for a step (None if unknown); with ``grows``, it may differ from the fresh one."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
         if step is not None:
@@ -108,12 +108,12 @@ class FirstSteps:
             self._ways = Ways(state, _ALL)
             kinds = [*map(_kind, self._ways.follow(state))]
             arrays, counts = ([n for n, kind in enumerate(kinds) if kind is wanted] for wanted in (float, int))
-            self._arrays = len(arrays[:_TRAINED])  # Leaves that are trained come first.
+            self._arrays = len(arrays[:_TRAINED])  # trained leaves come first
             self._chosen = [*arrays[:_TRAINED], *counts[:_COUNTS]]
             self._looks.append(self._look(step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
-        """Look at a report, before anything is done with it; raise StateError if no resume could restore the state."""
+        """Look at a report before it is processed; raise StateError if no resume could restore its state."""
         self._reports, self._extras = self._reports + 1, extras
         if not self._looks:
             return
@@ -125,12 +125,12 @@ class FirstSteps:
         if len(self._looks) == 3:
             if self._leaves_out():
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
-            self._looks, self._sampler = [], Sampler()  # The sampler keeps the memory of what it has seen.
+            self._looks, self._sampler = [], Sampler()  # a new sampler, as the old one keeps tensors alive
 
     def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Look at a report that is about to be saved, and at what a resume refuses; return whether all is done."""
+        """Look at a report about to be saved, and at what a resume would refuse; return True once checks are done."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -139,7 +139,7 @@ class FirstSteps:
         root = {STATE: state, **{name: extra for name, extra in extras.items() if isinstance(extra, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
-        if not any(map(is_torch_tensor, leaves)):  # Arrays of jax and numpy do not count their changes.
+        if not any(map(is_torch_tensor, leaves)):  # jax and numpy arrays do not count their changes
             return not self._looks
         now = _Look(step, Sampler().take(leaves[:_SAMPLED]), [*map(_version, leaves)])
         first, _, reports, before = self._saved = self._saved or (now, ways, self._reports, metrics)
@@ -162,14 +162,14 @@ class FirstSteps:
     def _check_state(self, step: int, state: Any) -> None:
         torch: Any = loaded("torch")
         for path, part in located(state, _mark):
-            is_same = self._marks.get(path) is _mark(part)  # A copied state dict, such as an average, is a state.
+            is_same = self._marks.get(path) is _mark(part)  # a copied state dict, such as an average, is fine
             if is_same and (
                 "param_groups" in part or _addresses(part.values()) & _addresses(_live(torch.nn.Parameter))
             ):
                 raise StateError(_STATE_DICT % (path or "the state"))
-        if missing := self._ways.ended(state):  # Perhaps other containers or wrappers have the same names.
+        if missing := self._ways.ended(state):  # other containers or wrappers may have the same names
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
-            filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that the fresh state has empty
+            filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that are empty in the fresh state
             left = {f"{path}." for path in empty_dicts(state)} | {name for name in names if name.startswith(filled)}
             emptied = tuple(path for path in filled if any(name.startswith(path) for name in left))
             missing = [name for name in missing if unwrapped_name(name) not in names and not name.startswith(emptied)]
@@ -177,7 +177,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report counts one step more than the second, after equally many updates."""
+        """Return whether the first report counts one step more than the second, after the same number of updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -199,9 +199,9 @@ class FirstSteps:
 
 
 def cause_in_state(seen: Seen | None) -> str:
-    """Return the likely reason why a state that was restored exactly differs some steps later."""
+    """Return the likely reason why an exactly restored state differs some steps later."""
     torch: Any = loaded("torch")
-    if seen is None or STATE not in seen.root or torch is None:  # A trainer saves all schedulers.
+    if seen is None or STATE not in seen.root or torch is None:  # trainers save all schedulers
         return _OTHERWISE
     if any(located(seen.root, _mark)):
         return _ONLY_DICTS
@@ -213,7 +213,7 @@ def cause_in_state(seen: Seen | None) -> str:
 
 
 def warn_of_index(step: int, tree: Any) -> None:
-    """Warn of a step that another program has saved if the counters in its state are one ahead of its number."""
+    """Warn about a step saved by another program if the counters in its state are one ahead of the step number."""
     flat = flatten(tree)
     counters = {
         name: int(value)
@@ -225,7 +225,7 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn of an optimizer that has changed leaves, given by their addresses, if neither it nor its state is saved."""
+    """Warn about an optimizer that has changed leaves (by address) if neither it nor its state is saved."""
     torch: Any = loaded("torch")
     saved = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer) and value.state]
     held = _addresses(leaves)
@@ -240,7 +240,7 @@ def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], roo
 
 
 def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
-    """Warn of an unchanged state if parameters outside of it are trained."""
+    """Warn about an unchanged state if parameters outside of it are being trained."""
     torch: Any = loaded("torch")
     used = (parameter for parameter in _live(torch.nn.Parameter) if parameter.grad is not None)
     trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
@@ -254,12 +254,12 @@ def _differ(looks: list[_Look], end: int | None = None) -> bool:
 
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
-    """Return whether an extra may be a place in the data: ``data``, an object with a state, or a number."""
+    """Return whether an extra may hold the data position: ``data``, an object with a state, or an integer."""
     extras = {name: extra for name, extra in extras.items() if not _is_unread(extra)}
     for name, extra in extras.items():
         if name in ("epoch", GLOBAL_GENERATORS) or is_generator(extra) or is_versioned(extra):
             continue
-        if changes_in_place(extra) and not type(extra).__module__.startswith("torch."):  # Schedules and scalers are.
+        if changes_in_place(extra) and not type(extra).__module__.startswith("torch."):  # torch schedules and scalers
             return True
         if is_plain(extra) and any(type(leaf) is int for leaf in flatten(extra).values):
             return True
@@ -267,7 +267,7 @@ def _has_place(extras: Mapping[str, Any]) -> bool:
 
 
 def _live(*classes: type) -> list[Any]:
-    """Return the live objects of classes and their subclasses, in one pass over all objects."""
+    """Return all live instances of classes and their subclasses, in one pass over all objects."""
     wanted = [*classes]
     for cls in wanted:
         wanted += cls.__subclasses__()
@@ -276,7 +276,7 @@ def _live(*classes: type) -> list[Any]:
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
-    """Return the iterators of torch's loaders, unless an extra may have their position."""
+    """Return the live DataLoader iterators of torch, unless an extra may hold their position."""
     iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
     has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)
@@ -284,19 +284,19 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a loader of ours that has yielded no batch: the loop may read another one."""
+    """Return whether an extra is a holdfast loader that has yielded no batch, so that the loop may read another one."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return the part of a state dict that is a new object in each one that torch makes; None for other values."""
+    """Return the part that identifies a torch state dict, as each one has a new one; None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)
 
 
 def _kind(leaf: Any) -> type | None:
-    """Return float for an array of floats, int for a single integer, None for others and for lazy parameters."""
+    """Return float for a float array, int for a single integer, None for other leaves and lazy parameters."""
     torch: Any = loaded("torch")
     if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
         return None
@@ -309,13 +309,13 @@ def _version(leaf: Any) -> int:
 
 
 def _address(leaf: Any) -> int:
-    with contextlib.suppress(RuntimeError):  # a tensor of a subclass, or one that has no memory now
+    with contextlib.suppress(RuntimeError):  # a tensor subclass, or a tensor without memory
         return int(leaf.data_ptr()) if is_torch_tensor(leaf) else 0
     return 0
 
 
 def _addresses(leaves: Iterable[Any]) -> set[int]:
-    """Return the addresses of tensors in memory; a module and its state dict have the same ones."""
+    """Return the memory addresses of tensors, which a module and its state dict share."""
     return {*map(_address, leaves)} - {0}
 
 

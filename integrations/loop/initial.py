@@ -1,4 +1,4 @@
-"""The state and the hyperparameters that a program has before a restore."""
+"""A program's initial state and hyperparameters, before a restore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("holdfast")
 
 
 class InitialState:
-    """The argument of ``restore_or_initialize``: a state, or a function that makes one, perhaps with a template."""
+    """The state argument of ``restore_or_initialize``: a state or a function that makes one, maybe with a template."""
 
     def __init__(self, given: Any, like: Any = None) -> None:
         self._given = given
@@ -45,12 +45,12 @@ class InitialState:
         self._is_function = _is_function(given)
         if like is not None and not self._is_function:
             raise OptionError("like= is the template of a function that makes the state; a state is its own template")
-        self.template: Any = given if like is None else like  # of a restore
+        self.template: Any = given if like is None else like  # template for the restore
         if self._is_function and like is None:
             self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
-        """Raise OptionError if the state that was given has no values; called if there is no checkpoint."""
+        """Raise OptionError if the given state is abstract; called if there is no checkpoint to take values from."""
         if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
             raise OptionError(
                 f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
@@ -63,7 +63,7 @@ class InitialState:
         return self._given() if self._like is None else _sharded(self._given, self._like)
 
     def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the leaves with these names that the function makes, without computing the others."""
+        """Compute only the leaves with these names of the state that the function makes."""
         if not self._is_function:
             return {}
         jax: Any = importlib.import_module("jax")
@@ -75,7 +75,7 @@ class InitialState:
         return dict(jax.jit(chosen)())
 
     def completed(self, adapter: StateAdapter, state: Any) -> Any:
-        """Return a restored state, with fresh values for the leaves that the checkpoint lacks."""
+        """Complete a restored state with fresh values for the leaves that the checkpoint lacks."""
         names = _abstract_leaves(adapter, state) if adapter.misfits is not None else []
         if not names:
             return state
@@ -96,7 +96,7 @@ class InitialState:
 def _is_function(given: object) -> bool:
     if is_versioned(given) or is_nnx(given):
         return False
-    wrapped = callable(given) and hasattr(given, "__wrapped__")  # A result of jax.jit is one.
+    wrapped = callable(given) and hasattr(given, "__wrapped__")  # such as the result of jax.jit
     return inspect.isroutine(given) or isinstance(given, functools.partial) or wrapped
 
 
@@ -112,7 +112,7 @@ def _abstract_leaves(adapter: StateAdapter, state: Any) -> list[str]:
 
 
 def _abstract(init: Any) -> Any:
-    """Return the state that a function makes, with abstract leaves."""
+    """Return the state that a function makes, with abstract leaves, without running it."""
     try:
         import jax
 
@@ -122,10 +122,10 @@ def _abstract(init: Any) -> Any:
         except TypeError:
             if nnx is None:
                 raise
-            return nnx.eval_shape(init)  # Before flax 0.12, its modules are no trees of jax.
+            return nnx.eval_shape(init)  # before flax 0.12, nnx modules are not jax pytrees
         if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
             return state
-        return nnx.eval_shape(init)  # This keeps variables that several modules share.
+        return nnx.eval_shape(init)  # keeps variables that several modules share
     except (ImportError, TypeError) as error:
         name = getattr(init, "__qualname__", type(init).__qualname__)
         raise OptionError(
@@ -135,13 +135,13 @@ def _abstract(init: Any) -> Any:
 
 
 def _sharded(init: Any, like: Any) -> Any:
-    """Call a function under jit, so that every array has the sharding of the template."""
+    """Call a function under jit, so that every array gets the template's sharding."""
     jax: Any = importlib.import_module("jax")
     wanted = jax.tree.leaves(to_tree(like))
     shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
     state = _abstract(init)
     made = jax.jit(lambda: jax.tree.leaves(to_tree(init())), out_shardings=shardings)()
-    # The state that the function makes may have other static fields than the template.
+    # The structure comes from the function, as the static fields of its state may differ from the template's.
     return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))
 
 
@@ -151,13 +151,13 @@ def _sharded(init: Any, like: Any) -> Any:
 # part of a state, so a restore replaces them. A value that a schedule changes does not count as a difference, but the
 # initial rate of the schedule does.
 
-HYPERPARAMETERS = "hyperparameters"  # key in the metadata of a step, for `StartValues.changed`
+HYPERPARAMETERS = "hyperparameters"  # step metadata key for `StartValues.changed`
 _SCHEDULED = ("lr", "base_momentum", "max_momentum", "max_lr", "min_lr")
 _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
 
 class Hyperparameters:
-    """The hyperparameters of a program before a restore replaces them."""
+    """The program's hyperparameters, recorded before a restore replaces them."""
 
     def __init__(
         self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
@@ -178,7 +178,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the hyperparameters that count; log differences that the run did not make."""
+        """Return the restored state with the hyperparameters that count; log differences not caused by the run."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):
@@ -188,7 +188,7 @@ class Hyperparameters:
                 continue
             lines.append(f"{name} (program {_short(mine)}, saved {_short(saved)})")
             if is_mine:
-                if option == "initial_lr" and saved:  # A schedule has changed the rate since.
+                if option == "initial_lr" and saved:  # a schedule has changed the rate since
                     _set(group, "lr", _plain(group["lr"]) * (mine / saved))
                 _set(group, option, mine)
         differing = set()
@@ -215,13 +215,13 @@ class Hyperparameters:
         whose = "of the program" if is_mine else "that were saved"
         if is_mine:
             announce(text, whose, counting, shortened(lines), shown=shown)
-        elif shown:  # The program has asked for values that it does not get.
+        elif shown:  # the program has set values that the saved ones replace
             logger.warning(text, whose, counting, shortened(lines))
         return state
 
 
 class StartValues:
-    """The hyperparameters that a run began with; a save records the start values that the loop has changed."""
+    """The hyperparameters that a run began with; each save records the start values of those that have changed."""
 
     def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
         self._adapter = adapter
@@ -230,7 +230,7 @@ class StartValues:
         self._values = {**self._now(state), **began}
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the start values that differ in a state."""
+        """Return the start values of the hyperparameters that have other values in a state."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {name: start for name, (start, value) in pairs.items() if not _same(start, value)}
 
@@ -245,16 +245,16 @@ class StartValues:
 
 
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return the objects of a class of ``torch.optim`` that a state and extras hold, each with its path."""
+    """Return all instances of a ``torch.optim`` class in a state and extras, each with its path."""
     torch: Any = loaded("torch")
     objects = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
     return [(name, value) for name, value in objects if isinstance(value, operator.attrgetter(kind)(torch.optim))]
 
 
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Generate the options of torch's optimizers that are numbers, flags or pairs of numbers: name, group and key."""
+    """Yield (name, group, key) for torch optimizer options that are numbers, flags or tuples of numbers."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
-        # A default that is no argument is state of the optimizer, as the sums of schedule-free ones are.
+        # Defaults that are not constructor arguments are optimizer state, such as the sums of schedule-free optimizers.
         arguments = inspect.signature(type(optimizer)).parameters
         state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):
@@ -267,13 +267,13 @@ def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def _is_moved(group: Mapping[str, Any], option: str) -> bool:
-    """Return whether a schedule changes an option; its initial rate belongs to the program."""
+    """Return whether a schedule controls an option, so that its current value is not the program's choice."""
     moves_momentum = "max_momentum" in group and option in ("betas", "momentum")
     return "initial_lr" in group and (moves_momentum or option in _SCHEDULED)
 
 
 def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
-    """Return the hyperparameters in states of ``optax.inject_hyperparams`` that no schedule changes, by leaf."""
+    """Return the ``optax.inject_hyperparams`` values that no schedule controls, by leaf name."""
     if not isinstance(adapter, TreeAdapter) or "optax" not in sys.modules:
         return {}
     flat = flatten(adapter.to_tree(state))

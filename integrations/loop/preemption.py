@@ -1,4 +1,4 @@
-"""The preemption signal: SIGTERM sets a flag that a loop checks after each step; worker processes survive it."""
+"""Preemption signals: SIGTERM sets a flag that the loop checks after each step; worker processes survive it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ...engine.streams import silence_lost_streams
 
 logger = logging.getLogger("holdfast")
 
-_ONE_CTRL_C = 1.0  # seconds within which several signals count as one
-_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # nohup and & ignore them, so that a program outlives its terminal
+_ONE_CTRL_C = 1.0  # seconds within which repeated signals count as one
+_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # ignored under nohup and &, so that the program outlives its terminal
 
 WITHOUT_GRACE = 10.0
 """Seconds that the mirror gets before a process ends early, if ``grace_secs`` is not known."""
@@ -50,12 +50,12 @@ class PreemptionSignal:
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self.signals = tuple(signals)
         self._received: int | None = None
-        self._since = 0.0  # when the signal arrived, on the monotonic clock
-        self.again = False  # True if another signal has arrived, not the same one forwarded by a launcher
+        self._since = 0.0  # arrival time of the signal, on the monotonic clock
+        self.again = False  # True if a further signal has arrived, beyond the same one forwarded by a launcher
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
-        self._has_warned = False  # of a handler that is not in place
-        self._asked = 0  # calls of reached(); the 1st, 2nd, 4th, ... look for such a handler
+        self._has_warned = False  # whether a warning about a missing or replaced handler was given
+        self._asked = 0  # calls of reached(); the 1st, 2nd, 4th, ... look for replaced handlers
         self._previous: dict[int, Handler] = {}
         self._protect_workers()
 
@@ -66,17 +66,17 @@ class PreemptionSignal:
 
     @property
     def number(self) -> int:
-        """The signal that has arrived; SIGTERM if it is not known, or none has arrived."""
+        """The signal that has arrived; SIGTERM if it is unknown or none has arrived."""
         return self._received or signal.SIGTERM
 
     @property
     def ends_run(self) -> bool:
-        """False after a notice of Ray, which is no signal: the run continues."""
+        """False after a Ray notice, which is not a signal and lets the run continue."""
         return self.number in signal.valid_signals()
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the process: the usual one of the signal, unless :meth:`add` has set another."""
+        """The exit status of the process: 128 plus the signal number, unless :meth:`add` has set another."""
         return self._statuses.get(self.number, 128 + self.number)
 
     @property
@@ -91,7 +91,7 @@ class PreemptionSignal:
         return jax is not None and bool(jax.distributed.is_initialized())
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Set the flag as the signal does, for tests and for other sources of preemptions."""
+        """Set the flag as the signal would, for tests and for other sources of preemption."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
         elif self.age >= _ONE_CTRL_C:
@@ -103,14 +103,14 @@ class PreemptionSignal:
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Send the signal to the previous handler, if the program has set one; called after :meth:`restore`."""
+        """Pass the signal on to the program's previous handler, if any; called after :meth:`restore`."""
         # A later handler stays in place, and would pass the signal to this one, which is no longer active.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:
-        """Return the seconds left of ``grace`` since the signal, minus a reserve."""
+        """Return how many seconds of ``grace`` are left since the signal, minus a 10 % reserve."""
         if grace is None:
             return WITHOUT_GRACE
         return max(0.0, 0.9 * (seconds(grace) - self.age))
@@ -122,7 +122,7 @@ class PreemptionSignal:
             self.signals = (*self.signals, number)
 
     def reached(self) -> bool:
-        """Return whether to stop now; in a ``jax.distributed`` run, every process asks after every step."""
+        """Return whether to stop now; in a ``jax.distributed`` run, every process must call it after every step."""
         if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
         self._asked += 1
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # A function of the program may call the handler that it has replaced, which cannot be seen.
+            # The program's handler may call the one that it replaced, which cannot be detected.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; this one passes calls of a later handler to the previous one."""
+        """Restore the previous handlers; calls that a later handler still makes to this one go to the previous one."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -191,7 +191,7 @@ class PreemptionSignal:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _protect_workers(self) -> None:
-        """Let processes that start from now on survive the signals."""
+        """Make processes started from now on survive the signals."""
         _watchers.add(self)
         if multiprocessing.process.BaseProcess.start is _original_start:
             multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
@@ -204,7 +204,7 @@ class PreemptionSignal:
         if is_active:
             self.request(number)
             if number == signal.SIGHUP:
-                silence_lost_streams()  # The terminal may be closed; the next line of output would end the program.
+                silence_lost_streams()  # the terminal may be closed, and output to it would end the program
             # Python's own handler of Ctrl-C would raise before the step is saved, so only the second Ctrl-C reaches it.
             # A terminal and a launcher may both forward the same Ctrl-C.
             if previous is signal.default_int_handler and self.age < _ONE_CTRL_C:
@@ -212,7 +212,7 @@ class PreemptionSignal:
         if callable(previous):
             previous(number, frame)
         elif not is_active and previous != signal.SIG_IGN:
-            # In a forked process, or below a handler that is still installed, the signal has its usual effect.
+            # In a forked process, or if called by a later handler after restore(), apply the signal's default effect.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -225,7 +225,7 @@ class PreemptionSignal:
 
 
 def grace_check(grace: float) -> Callable[[Event], None]:
-    """Return a listener of events that warns of saves that take longer than the time between signal and end."""
+    """Return an event listener that warns about saves that take longer than the grace period."""
     text = (
         "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed before "
         "its last step is durable. Save more often, ask the scheduler for more time, or save less"
@@ -236,7 +236,7 @@ def grace_check(grace: float) -> Callable[[Event], None]:
 class _JaxAgreement:
     """The point at which all processes of a ``jax.distributed`` run stop."""
 
-    # JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and
+    # JAX agrees once per connection, on "the largest number that a process has passed so far, plus one", and
     # returns True only for that number. So the numbers count the calls since the connection was made, over all runs:
     # steps would be far above the agreed number after a resume, and below it in a second run of the same process. Once
     # reached, the point stays reached, as JAX reports no later signal.
@@ -272,7 +272,7 @@ _jax_agreement = _JaxAgreement()
 # A worker still ends when its parent, or multiprocessing at the end of a program, calls ``terminate()``, which also
 # sends SIGTERM: the parent announces it through a pipe. A worker also ends when its parent has ended.
 
-_INTERVAL = 1.0  # seconds between two checks that the parent is alive
+_INTERVAL = 1.0  # seconds between checks that the parent is alive
 
 _watchers: weakref.WeakSet[PreemptionSignal] = weakref.WeakSet()
 _started: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
@@ -285,7 +285,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
         _original_start(process)
         return
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    # The new process inherits the blocked signals, and unblocks them when its handlers are in place.
+    # The new process inherits the signal mask, and unblocks the signals once its handlers are in place.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     vars(process)["run"] = _Worker(process.run, signals, signals - blocked, receiver)
     try:
@@ -299,7 +299,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
     terminate = popen.terminate
 
     def announce_and_terminate() -> None:
-        with contextlib.suppress(OSError):  # The worker has ended.
+        with contextlib.suppress(OSError):  # the worker has already ended
             sender.send_bytes(b"end")
         terminate()
 
@@ -307,7 +307,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
 
 
 class _Worker:
-    """Replaces the method ``run`` of a process; it is pickled if the process is spawned."""
+    """Replaces a process's ``run`` method; it is pickled if the process is spawned."""
 
     def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], receiver: Connection) -> None:
         self._run = run
@@ -330,7 +330,7 @@ class _Worker:
             signal.signal(number, self._on_signal)
 
     def _handle_signals_after_torch(self) -> None:
-        """Restore the handlers after a loader of torch or torchdata has replaced them with its own, in C."""
+        """Reinstall the handlers after a torch or torchdata loader has replaced them with its own C handlers."""
         module: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
         original = getattr(module, "_set_worker_signal_handlers", None)
         if original is None:
@@ -338,7 +338,7 @@ class _Worker:
 
         def set_handlers() -> None:
             original()
-            self._status = 0  # torch's own handler ends a process with this status.
+            self._status = 0  # the exit status that torch's own handler uses
             self._handle_signals()
 
         module._set_worker_signal_handlers = set_handlers
@@ -351,9 +351,9 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # If the new thread received a signal, that would not interrupt a wait of the main thread.
+            # Blocked in the new thread: a signal delivered there would not interrupt a wait of the main thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-            # The interrupted code may hold a lock that threading would acquire.
+            # Not threading.Thread, as the interrupted code may hold a lock that threading needs.
             _thread.start_new_thread(self._end_with_parent, ())
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

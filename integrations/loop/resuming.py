@@ -1,4 +1,4 @@
-"""The rules of ``resume=``, and the restore of the newest whole checkpoint."""
+"""The rules for ``resume=``, and restoring the newest whole checkpoint."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
-# Parts of a path that differ between starts of a program: times in the format of Hydra, and counters of loggers.
+# Path components that change with each start of a program: Hydra timestamps and logger version counters.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
-_MOST_NEIGHBOURS = 20  # directories that are searched
+_MOST_NEIGHBOURS = 20  # maximum directories to search
 
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
@@ -62,19 +62,19 @@ class Resumed:
     state: Any
     extras: dict[str, Any]
     metadata: Mapping[str, Any]
-    is_own: bool  # True if a callback has saved it, as far as this is known
+    is_own: bool  # whether a callback saved the step, as far as known
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, damaged ones included, and the newest step that a manager knows on a host."""
+    """Return the steps in a directory, including damaged ones, and the manager's newest one, even if only on a host."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return a sentence on an unfinished run whose path differs only in a time or a counter, or ""."""
-    # Hydra puts the start time into the path, and Lightning's loggers a counter: a program that is started again saves
+    """Return a sentence about an unfinished run whose path differs only in a timestamp or counter, or ""."""
+    # Hydra puts the start time into the path, and Lightning loggers a counter: a program that is started again saves
     # to another directory, and so starts fresh.
     if not directory.is_local:
         return ""
@@ -105,8 +105,8 @@ def check_resume(
     option: str = "resume={!r}",
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
-    """Check that a directory fits ``resume``: ``"must"`` needs a checkpoint, perhaps damaged, ``"never"`` none."""
-    # Messages show how the user writes ``option``, and starts a run ``elsewhere``.
+    """Check ``resume`` against a directory: ``"must"`` requires a checkpoint (perhaps damaged), ``"never"`` none."""
+    # For messages: ``option`` is how the user writes the option, ``elsewhere`` how to start a run elsewhere.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
@@ -121,7 +121,7 @@ def check_resume(
 
 
 def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "resume={!r}") -> int | None:
-    """Return the step that ``resume`` names, by its number or as the best one; None for the newest."""
+    """Return the step that ``resume`` names by number or as ``"best"``; None for the newest."""
     if resume != "best" and type(resume) is not int:
         return None
     steps = manager.all_steps()
@@ -129,7 +129,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(map(manager.metrics, steps))
         step = (manager.best_step() if ranked else None) or "best"
-    # All processes look for it together, even if some of them see it in the directory.
+    # Fetched by all processes together, even if some of them see the step in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)
@@ -149,8 +149,8 @@ def restore(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Resumed | None:
-    """Restore the newest whole checkpoint, or without a fallback the step of ``resume``; None if there is none."""
-    # Except in trees of components, everything is read before anything is changed in place.
+    """Restore the newest whole checkpoint, or the step that ``resume`` names, without fallback; None if none exists."""
+    # Everything is read before anything is changed in place, except in component trees.
     chosen = resume_step(options.resume, manager)
     template = initial.template
     program = Hyperparameters(adapter, template, extras, initial)
@@ -185,13 +185,13 @@ def restore(
     began = metadata.get(HYPERPARAMETERS, {})
     state = program.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
     if chosen is not None:
-        note_resume(manager, chosen)  # This warns of later steps.
+        note_resume(manager, chosen)  # warns about later steps
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
     return Resumed(step, state, values, metadata, "extras" in restored.items or not has_extras)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
-    """Read the extras, metrics and metadata of the checkpoint that :func:`restore` would take."""
+    """Read the extras, metrics and metadata of the checkpoint that :func:`restore` would restore."""
     if resume == "never":
         return None
     peeked = manager.peek(["extras", "process"], step=resume_step(resume, manager))
@@ -205,12 +205,12 @@ def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
 def _decoded(value: Any) -> Any:
     try:
         return decode_state(value)
-    except StateError:  # The program has not defined a class yet.
+    except StateError:  # a class in it is not defined yet
         return value
 
 
 def warn_of_misfits(misfits: Misfits | None, source: str, target: str) -> None:
-    """Warn of the values that a checkpoint did not have, if any."""
+    """Warn about values that the checkpoint lacks, if any."""
     if misfits is not None and (text := str(misfits)):
         logger.warning("%s does not have all of the %s (partial='initialize'):%s", source, target, text)
 
@@ -218,14 +218,14 @@ def warn_of_misfits(misfits: Misfits | None, source: str, target: str) -> None:
 def _saved_extras(
     manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], options: LoopArguments
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved extras by name, and the names of the generators that no save has for this process."""
+    """Return the saved extras by name, and the names of generators without a saved state for this process."""
     common, per_process = dict(restored.items.get("extras", {})), restored.items.get("process")
     common.pop(CHECKSUMS, None)
     if isinstance(per_process, SavedShares):
         shares = per_process.trees
     elif per_process is not None or manager.processes.alone:
         return {**common, **(per_process or {})}, []
-    else:  # A single process saves its own extras with the others.
+    else:  # a single process saves its own extras with the common ones
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
@@ -271,8 +271,8 @@ def _saved_extras(
 
 
 def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
-    """Return the state of a generator from which all of several processes have drawn alike, or None."""
-    if name == GLOBAL_GENERATORS:  # Idle ones do not matter: perhaps nothing has seeded them.
+    """Return a generator's state if it is identical in all of several processes, otherwise None."""
+    if name == GLOBAL_GENERATORS:  # ignore idle generators, which may be unseeded
         states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
     return states[0] if len(states) > 1 and all(same_state(state, states[0]) for state in states) else None
 
@@ -293,7 +293,7 @@ def _restore_extras(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> tuple[dict[str, Any], Any]:
-    """Restore the extras that were saved, keep the others; return all by name, and saved gradients."""
+    """Restore the saved extras and keep the others; return all extras by name, and the saved gradients."""
     (saved, fresh), step = _saved_extras(manager, restored, extras, options), restored.step
     kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:

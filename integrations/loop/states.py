@@ -23,13 +23,13 @@ from ..options import CallbackOptions, ProgramOptions
 
 logger = logging.getLogger("holdfast")
 
-STATE = "state"  # the item with the state of the loop
+STATE = "state"  # checkpoint item with the loop's state
 _PARAMS = "params"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(ProgramOptions):
-    """The arguments of a callback for training loops."""
+    """The arguments of a training loop callback."""
 
     directory: Place = field(kw_only=False)
     global_generators: bool = True
@@ -37,39 +37,39 @@ class LoopArguments(ProgramOptions):
 
 
 class StateAdapter:
-    """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state."""
+    """Saves and restores one kind of state. Each callback has its own adapter, which may remember the last state."""
 
-    # For error messages: the states that can take weights, their modules, and a state without one.
+    # For error messages: states that can take weights, what their modules are called, and a state without any.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # if so, the checkpoint has other items only for extras
-    empty: Collection[str] = ()  # the paths of empty dictionaries in the initial state, whose entries come and go
-    is_live = False  # whether a state has objects or tensors of torch, with which earlier versions saved gradients
+    is_component_tree = False  # component trees have further checkpoint items only for extras
+    empty: Collection[str] = ()  # paths of empty dictionaries in the initial state, whose entries may come and go
+    is_live = False  # whether a state has live objects or torch tensors, with which earlier versions saved gradients
 
     def __init__(self, misfits: Misfits | None = None) -> None:
-        self.misfits = misfits  # of a partial restore; None if everything must match
+        self.misfits = misfits  # collects misfits of a partial restore; None if everything must match
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""
         raise NotImplementedError
 
     def to_tree(self, state: Any) -> Any:
-        """Return the item that the handler saves for a state."""
+        """Convert a state to the item that the handler saves."""
         return state
 
     def template(self, state: Any) -> Any:
-        """Return the template that the handler restores a state with."""
+        """Return the template for the handler's restore of a state."""
         return self.to_tree(state)
 
     def note_fresh(self, state: Any) -> None:
-        """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
+        """Record the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
         self.empty = empty_dicts(state)
 
     def refused(self, state: Any) -> list[str]:
-        """Return the parts of a state that a restore into the initial one would refuse, as text for users."""
+        """Return, as text for users, the parts of a state that a restore into the initial one would refuse."""
         return []
 
     def check_savable(self, state: Any) -> None:
-        """Raise UnsupportedLeafError if a save of the state would raise it."""
+        """Raise UnsupportedLeafError if saving the state would raise it."""
 
     def save_kwargs(self) -> Mapping[str, Any]:
         """Return further arguments for the handler's save."""
@@ -80,7 +80,7 @@ class StateAdapter:
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:
-        """Return the state that the handler has restored; live objects are updated in place."""
+        """Convert the handler's result back to a state; live objects are updated in place."""
         return restored
 
     def note_step(self, state: Any) -> None:
@@ -91,15 +91,15 @@ class StateAdapter:
         return None
 
     def is_module(self, value: object) -> bool:
-        """Return whether an object in a state is a module, whose weights :meth:`fill` can replace."""
+        """Return whether an object in a state is a module whose weights :meth:`fill` can replace."""
         return False
 
     def fill(self, path: str, module: Any, source: Place) -> Weights:
-        """Give a module of a state the weights of a checkpoint."""
+        """Load a checkpoint's weights into a module of a state."""
         raise NotImplementedError
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Return a state with the weights of a checkpoint and everything else unchanged, and a text that names them."""
+        """Return a state with a checkpoint's weights and all else unchanged, and a description of the weights."""
         modules = list(located(state, self.is_module))
         if len(modules) == 1:
             return state, str(self.fill(*modules[0], source))
@@ -119,7 +119,7 @@ class StateAdapter:
 
 
 def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Generate the objects in dicts, lists and tuples, each with its keys joined by dots; open each once."""
+    """Yield the wanted objects in dicts, lists and tuples with their dotted paths; each container is opened once."""
     pending, seen = [("", value)], set[int]()
     while pending:
         path, part = pending.pop()
@@ -132,12 +132,12 @@ def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, An
 
 
 def empty_dicts(value: Any) -> set[str]:
-    """Return the paths of the empty dictionaries in dicts, lists and tuples, as keys joined by dots."""
+    """Return the dotted paths of empty dictionaries in dicts, lists and tuples."""
     return {path for path, _ in located(value, lambda part: isinstance(part, dict) and not part)}
 
 
 def check_depth(tree: Any) -> None:
-    """Raise UnsupportedLeafError if containers are nested too deeply, or hold themselves: other code recurses."""
+    """Raise UnsupportedLeafError for containers that are nested too deeply or contain themselves."""
     level = [tree] if isinstance(tree, (dict, list, tuple)) else []
     for _ in range(MAX_DEPTH + 1):
         items = (item for part in level for item in (part.values() if isinstance(part, dict) else part))
@@ -148,7 +148,7 @@ def check_depth(tree: Any) -> None:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Return whether an array of the tree was deleted, as by a donation to a later step."""
+    """Return whether an array in the tree was deleted, for example donated to a later step."""
     jax = loaded("jax")
     if jax is None:
         return False

@@ -1,4 +1,4 @@
-"""The last step that a loop has reported, and how to save it."""
+"""Keeps the last step that a loop has reported, and saves it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds a step; a warning follows if taking the positions takes longer
-_SAMPLES = 3  # slow steps in a row before the warning, of which the fastest counts: the machine may be busy
+_SLOW = 1e-3  # seconds per step; slower snapshots of the positions cause a warning
+_SAMPLES = 3  # consecutive slow steps before the warning, which cites the fastest, as the machine may be busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The epochs of the step, as far as the program shows them; the witness records the first step of each."""
+        """The epochs of the step, as far as known; the witness records the first step of each."""
         shown = [loader.epoch for loader in loaders_of(self.extras).values()]
         return (*shown, -1 if self.epoch is None else self.epoch)
 
@@ -70,7 +70,7 @@ class Report:
         return min((count for count in left if count is not None), default=None)
 
     def seen(self, positions: Mapping[str, Any]) -> Seen:
-        """Return what the witness sees of the step; ``positions`` are snapshots of the extras that move."""
+        """Return the witness's view of the step; ``positions`` are snapshots of the moving extras."""
         extras = self.extras
         generators = {
             name: positions[name] if name in positions else state_of(extra)
@@ -103,14 +103,14 @@ _NO_STEP = Report(step=-1, state=None)
 
 
 class Positions:
-    """Takes snapshots of the extras that move, such as data iterators, as a loop may draw from them before it ends."""
+    """Takes snapshots of moving extras, such as data iterators, as the loop may draw from them before a later save."""
 
     def __init__(self) -> None:
         self.taken: dict[str, Any] = {}
-        self.watched: list[str] = []  # the extras that are torch modules or optimizers
+        self.watched: list[str] = []  # names of extras that are torch modules or optimizers
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
-        self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
+        self._slow: list[float] | None = []  # durations in seconds of consecutive slow steps; None after the warning
         self._clock = time.thread_time
 
     def take_states(self, extras: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Elapsed time counts only for actors: in a busy program, other threads delay this one.
+            # Wall-clock time is used only with actors, which work elsewhere: other threads may delay this one.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -139,7 +139,7 @@ class Positions:
             )
 
     def tree_of(self, name: str, extra: Any) -> Any:
-        """Return the tree of an extra for a checkpoint; if the extra moves, from its snapshot."""
+        """Return the tree of an extra for a checkpoint; for a moving extra, from its snapshot."""
         if name not in self.taken:
             return tree_of(extra)
         taken = self.taken[name]
@@ -147,9 +147,9 @@ class Positions:
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:
-    """Return the function that takes a snapshot of an extra that moves."""
+    """Return the function that takes a snapshot of a moving extra."""
     if isinstance(extra, GlobalGenerators):
-        return lambda _: capture()  # It becomes a tree only if the step is saved.
+        return lambda _: capture()  # converted to a tree only if the step is saved
     return state_of if changes_in_place(extra) else tree_of
 
 
@@ -169,12 +169,12 @@ class StepSaver:
         self._adapter = adapter
         self._replicated = replicated
         self._witness = witness
-        self._step_offset = step_offset  # the updates in a state, minus the number of its step
-        self._fresh_extras = fresh_extras  # the types of the extras with templates, at the start of the run
-        self._templates: list[str] = []  # the names of these extras
+        self._step_offset = step_offset  # number of updates in a state minus its step number
+        self._fresh_extras = fresh_extras  # leaf types of the template extras at the start of the run
+        self._templates: list[str] = []  # names of the template extras
         self._report = _NO_STEP
         self._positions = Positions()
-        self._versions = VersionCounters()  # of the state, and of extras that are torch modules or optimizers
+        self._versions = VersionCounters()  # for the state, and for extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = None
         self._has_warned = False
@@ -193,7 +193,7 @@ class StepSaver:
     def watch(
         self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
     ) -> None:
-        """Begin to watch the state after step ``last``, if that is known; ``began`` is what `StartValues` saved."""
+        """Begin to watch the state after step ``last`` (None if unknown); ``began`` has the saved start values."""
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._templates = [name for name, extra in extras.items() if is_template(extra)]
@@ -204,7 +204,7 @@ class StepSaver:
         return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
     def _ask(self, look: Callable[[], bool | None]) -> None:
-        """Let the first steps look, until they are done; no error except theirs ends the run."""
+        """Run a first-steps check, unless all are done; its StateError ends the run, other errors are only logged."""
         try:
             self._first_steps = None if look() else self._first_steps
         except StateError:
@@ -214,17 +214,17 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Note a step that the loop has finished, and compare it with the step before the stop."""
+        """Record a step that the loop has finished, and compare it with the same step before the stop."""
         if (first := self._first_steps) is not None:
             self._ask(lambda: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
-        # The next batch may need the memory of this one.
+        # Drop the batch, as the next one may need its memory.
         self._report = report if report.batch is None else replace(report, batch=None)
         self._adapter.note_step(report.state)
         self._positions.take_states(report.extras)
         if live := self._live(report.state, {name: report.extras[name] for name in self._positions.watched}):
             self._versions.note_step(live)
-        if is_first:  # The first save may be an hour away, so what it would refuse is an error now.
+        if is_first:  # fail now, as the first save may be an hour away
             check_replicated(self._replicated, report.extras, "on_step")
             self._adapter.check_savable(report.state)
             check_savable({name: self._positions.tree_of(name, extra) for name, extra in report.extras.items()})
@@ -232,7 +232,7 @@ class StepSaver:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
-        """Let the witness record a step that is not saved, as it follows the save of a preemption."""
+        """Let the witness record a step that is not saved because it follows the preemption save."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         if self._witness.watches:
             self._witness.note(lambda: report.seen(positions), report.epochs)
@@ -253,7 +253,7 @@ class StepSaver:
         return None
 
     def save(self, reason: str, *, reported: bool = False) -> bool:
-        """Save the last step, just ``reported``, in the background; False if its folder is no checkpoint."""
+        """Save the last step in the background; return False if its folder exists but is not a checkpoint."""
         assert self.step is not None
         with part_of_save(self._manager, self.step):
             self._warn_of_gradients()
@@ -265,14 +265,14 @@ class StepSaver:
         try:
             if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False
-        except SaveFailedError:  # The save before this one has failed; this one is under way.
+        except SaveFailedError:  # the previous save has failed; this one is in progress
             self._saved = self.step
             raise
         self._saved = self.step
         return True
 
     def _refused(self) -> list[str]:
-        """Return the parts of the last step that the next start would refuse, as its fresh state lacks them."""
+        """Return the parts of the last step that a resume would refuse, as the fresh state lacks them."""
         refused = self._adapter.refused(self._report.state)
         if self._fresh_extras is not None:
             extras = {name: self._report.extras[name] for name in self._templates}
@@ -280,14 +280,14 @@ class StepSaver:
         return refused
 
     def save_locally(self) -> None:
-        """Save the last step in the local places of the hosts, if that is due."""
+        """Save the last step to the hosts' local storage, if a local save is due."""
         assert self.step is not None
         if self._manager.local_due(self.step):
             with part_of_save(self._manager, self.step, locally=True):
                 self._manager.save_locally(self.step, **self._taken())
 
     def _taken(self, *, reported: bool = False) -> dict[str, Any]:
-        """Show the last step to the witness, and return the arguments with which the manager saves it."""
+        """Show the last step to the witness, and return the arguments for the manager's save."""
         report = self._report
         metrics = None if report.metrics is None else host_metrics(report.metrics)
         items = self._items(report)
@@ -301,7 +301,7 @@ class StepSaver:
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": metadata or None}
 
     def _items(self, report: Report) -> dict[str, Any]:
-        """Return the items of a checkpoint; each process has its own extras, except arrays."""
+        """Return the checkpoint items; extras that differ between processes go to a per-process item."""
         given, per_process = report.extras, {}
         items = {STATE: self._adapter.to_tree(report.state)}
         extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
@@ -318,7 +318,7 @@ class StepSaver:
         return {**items, "process": per_process} if per_process else items
 
     def _warn_of_gradients(self) -> None:
-        """Warn once of gradients that no optimizer has used; they are not saved."""
+        """Warn once about gradients that no optimizer has used yet, as they are not saved."""
         if not (self._has_warned or self._versions.has_updated) and (gradients := self._versions.new_gradients()):
             self._has_warned = True
             logger.warning(
@@ -330,7 +330,7 @@ class StepSaver:
             )
 
     def save_at_end(self) -> None:
-        """Save the last step if that is still possible, and log a warning if it is not."""
+        """Save the last step if that is still possible; otherwise log a warning."""
         if (lost := self.why_lost()) is not None:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
         elif not self.save("at the end"):
@@ -342,7 +342,7 @@ class StepSaver:
             )
 
     def holds(self, step: int) -> bool:
-        """Return whether a step is saved, or being saved."""
+        """Return whether a step is saved or is being saved."""
         return step == self._saved or step in self._manager.all_steps()
 
 
@@ -357,18 +357,18 @@ def record_metrics(manager: CheckpointManager, step: int, metrics: Mapping[str, 
     try:
         manager.record_metrics(step, host_metrics(metrics))
     except CheckpointNotFoundError:
-        manager.wait_until_finished()  # This raises if the save has failed.
+        manager.wait_until_finished()  # raises if the save has failed
         raise
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as Python numbers and lists of them, without others, such as images or text."""
+    """Return the numeric metrics as Python numbers and lists of them; others, such as images or text, are omitted."""
 
     def omitted(name: str, error: Exception) -> None:
-        if isinstance(error, RuntimeError):  # The computation failed, or the value was donated.
+        if isinstance(error, RuntimeError):  # the computation failed, or the value was donated
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
     for _, value in located({**metrics}, lambda metric: hasattr(metric, "copy_to_host_async")):
-        with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
-            value.copy_to_host_async()  # All copies are started before the first one is awaited.
+        with contextlib.suppress(RuntimeError):  # reported when the value is read
+            value.copy_to_host_async()  # all copies are started before the first is awaited
     return plain_metrics(metrics, omitted=omitted)

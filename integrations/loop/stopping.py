@@ -23,25 +23,25 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if the grace is unknown
-_INTERVAL = 0.1  # seconds between two requests to the store
-_REQUESTS = 1000  # maximum number of requests a second that all processes together send to the store
-_PATIENCE = 60.0  # seconds to wait for the others, which answer at most a batch later
+_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if grace_secs is unknown
+_INTERVAL = 0.1  # polling interval of the store, in seconds
+_REQUESTS = 1000  # maximum store requests per second, over all processes
+_PATIENCE = 60.0  # timeout in seconds for the other processes, which answer at most one batch later
 
-_Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then
+_Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)
 
 
 class StepsAfterSignal:
-    """The steps that all processes do after the save of a preemption, for the resume to be compared with."""
+    """The steps that all processes run after a preemption save, so that the resume can be compared with them."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
-        self.left: int | None = None  # the number that may follow; None before such a save, and if none may
+        self.left: int | None = None  # remaining steps; None before a preemption save, or if no steps may follow
         self._options = options
         self._manager = manager
         self._preemption = preemption
-        self._durations: deque[float] = deque(maxlen=20)  # of the last steps
+        self._durations: deque[float] = deque(maxlen=20)  # durations of the last steps
         self._last: float | None = None  # when the last step ended, on the monotonic clock
-        self._until = 0.0  # the time after which none may begin
+        self._until = 0.0  # deadline for these steps, on the monotonic clock
 
     def note_step(self) -> None:
         now = time.monotonic()
@@ -50,12 +50,12 @@ class StepsAfterSignal:
         self._last = now
 
     def finish_saves(self) -> None:
-        """Wait until all saves are durable, and, as far as the time allows, those in the mirror, too."""
+        """Wait until all saves are durable and, as far as time allows, those in the mirror as well."""
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def begin(self, left_in_epoch: int | None) -> bool:
-        """Return whether steps follow the save: within a quarter of the grace, and within the epoch."""
+        """Return whether steps follow the save; they must fit a quarter of the grace period and the current epoch."""
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -69,11 +69,11 @@ class StepsAfterSignal:
         mine = max(0, min(most, fitting, most if left_in_epoch is None else left_in_epoch))
         self._until = time.monotonic() + seconds_left
         self.left = self._manager.processes.decide("the steps after the signal", lambda: mine) or None
-        self._last = time.monotonic()  # The save is no part of the next step.
+        self._last = time.monotonic()  # do not count the save as part of the next step
         return self.left is not None
 
     def count(self) -> int:
-        """Count one of these steps, and return how many are left; a single process stops early if time runs out."""
+        """Count one of these steps and return how many remain; a single process stops early if time runs out."""
         assert self.left is not None
         longest = max(self._durations, default=math.inf)
         has_time = time.monotonic() + 2 * longest <= self._until and not self._preemption.again
@@ -82,20 +82,20 @@ class StepsAfterSignal:
 
 
 class Stop:
-    """Stops a single process at the first point after its signal, and processes of JAX at a point that JAX chooses."""
+    """Stops a single process at the first point after its signal, and JAX processes at the point that JAX chooses."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
 
     def begin(self) -> None:
-        """Start when training begins."""
+        """Called when training begins."""
 
     def after_batch(self) -> bool:
-        """Return whether to stop, after a training batch or an epoch."""
+        """Return whether to stop now; called after each training batch and epoch."""
         return self._preemption.reached()
 
     def in_validation(self) -> bool:
-        """Return whether to stop, after a batch of a validation."""
+        """Return whether to stop now; called after each validation batch."""
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
@@ -103,11 +103,11 @@ class Stop:
 
 
 class AgreedStop(Stop):
-    """Stops all processes at the same point, although perhaps only one of them has received the signal."""
+    """Stops all processes at the same point, even if only one of them has received the signal."""
 
     # A thread of each process polls the store for a signal. After a signal, every process reports its progress, and all
     # stop at the first point that none has passed; meanwhile no process passes a point. A point without a signal costs
-    # a lock, and no message.
+    # a lock, but no message.
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and answer processes that agree later: this one passes no more points."""
+        """Stop the thread, and tell processes that agree later that this one passes no more points."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -172,7 +172,7 @@ class AgreedStop(Stop):
                     self._number = int(alarm) if alarm is not None else self._preemption.number
                     self._agree()
                     return
-        except Exception as error:  # A process is gone, which ends training.
+        except Exception as error:  # a process is gone, which ends training anyway
             logger.warning("the processes could not agree on where to stop: %s", error)
 
     def _agree(self) -> None:
@@ -187,7 +187,7 @@ class AgreedStop(Stop):
             self._stop = None if stop is None else tuple(stop)
 
     def _decline(self) -> None:
-        """Answer that this process passes no more points."""
+        """Tell the other processes that this one passes no more points."""
         if self._answered:
             return
         self._answered, answer = True, json.dumps(None).encode()
@@ -196,25 +196,25 @@ class AgreedStop(Stop):
                 self._group.broadcast("stop", answer, self._patience)
             else:
                 self._group.gather("passed", answer, self._patience)
-        except Exception as error:  # The others have ended, and do not ask any more.
+        except Exception as error:  # the others have ended and no longer ask
             logger.debug("%s: %s", self._group.name, error)
 
 
 def _first_open(answers: list[Any]) -> list[int] | None:
-    """Return the first point that no process has passed; None if one of them passes no more points."""
+    """Return the first point that no process has passed; None if some process passes no more points."""
     if None in answers:
         return None
     batches, validated, _ = max(answers)
     validations = {answer[2] for answer in answers}
     if len(validations) == 1 and validations != {math.inf}:
         return [batches, validated + 1]
-    return [batches + 1, 0]  # Otherwise some would stop in the middle of a validation, and others at its end.
+    return [batches + 1, 0]  # otherwise some would stop within a validation, and others at its end
 
 
 def stop_of(
     processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
 ) -> Stop:
-    """Return the object that decides where to stop; ``validation_batches`` returns the length of a validation."""
+    """Return the `Stop` for a process group; ``validation_batches`` returns the number of batches in a validation."""
     group = None if preemption.is_agreed else processes.rendezvous("where to stop")
     if group is None:
         return Stop(preemption)
@@ -222,12 +222,12 @@ def stop_of(
 
 
 def barrier_exit(processes: ProcessGroup) -> None:
-    """Let process 0, which may host the store that connects the processes, exit last."""
+    """Make process 0 exit last, as it may host the store that connects the processes."""
     group = processes.rendezvous("end")
     if group is None:
         return
     with contextlib.closing(group):
         try:
             group.gather("ended", b"", min(_PATIENCE, processes.timeout))
-        except (BarrierTimeoutError, PeerFailedError) as error:  # This process has saved everything.
+        except (BarrierTimeoutError, PeerFailedError) as error:  # harmless, as this process has saved everything
             logger.warning("not all processes have ended the run with this one: %s", error)

@@ -1,4 +1,4 @@
-"""The adapter for states that are trees: pytrees, and nnx objects by their variables.
+"""The adapter for tree states: pytrees, and nnx objects by their variables.
 
 A loop replaces a pytree and never changes it in place. This module imports flax only if the state has nnx objects.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast")
 
 
 class TreeAdapter(StateAdapter):
-    """Saves pytrees, and nnx objects, alone or in dicts, lists and tuples."""
+    """Saves pytrees and nnx objects, the latter alone or in dicts, lists and tuples."""
 
     needs, modules = "a state with params, or one module of nnx", "modules of nnx"
 
@@ -43,9 +43,9 @@ class TreeAdapter(StateAdapter):
         super().__init__(misfits)
         self.is_live = is_live
         self._type: type | None = None
-        self._optimizer: Callable[[Any], Any] | None = None  # takes the nnx.Optimizer out of a state
-        self._count: Any = None  # the array in which an optimizer of the last state counts its updates
-        self._fresh: FreshTypes | None = None  # the types at the start of the run, once they are known
+        self._optimizer: Callable[[Any], Any] | None = None  # getter for the nnx.Optimizer in a state
+        self._count: Any = None  # array with the update count of the last state's nnx.Optimizer
+        self._fresh: FreshTypes | None = None  # leaf types at the start of the run, once known
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
@@ -74,7 +74,7 @@ class TreeAdapter(StateAdapter):
         return from_tree(state, restored)
 
     def note_step(self, state: Any) -> None:
-        if type(state) is not self._type:  # The state is searched once, not at every step.
+        if type(state) is not self._type:  # search again only if the type has changed
             self._type, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
@@ -86,7 +86,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the counter of an ``nnx.Optimizer``: objects of nnx change in place, and arrays of jax do not."""
+        """Return the update counter of the ``nnx.Optimizer``, a new array after each update; None without it."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -112,7 +112,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Return the parts of a later value that a restore into the fresh one would refuse, as text for users."""
+    """Return, as text for users, the parts of a later value that a restore into the fresh one would refuse."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
@@ -120,13 +120,13 @@ def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether a value is a random stream of nnx, whose variables are few and whose arrays never change."""
+    """Return whether a value is an ``nnx.Rngs``, which has few variables and immutable arrays."""
     nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Rngs)
 
 
 def to_tree(state: Any) -> Any:
-    """Return the state with each nnx object as nested dicts of its variables; a shared one belongs to the first."""
+    """Convert nnx objects in a state to nested dicts of their variables; shared variables go to the first object."""
     objects = _objects(state)
     if not objects:
         return state
@@ -138,7 +138,7 @@ def to_tree(state: Any) -> Any:
 
 
 def from_tree(state: Any, tree: Any) -> Any:
-    """Return a restored pytree; nnx objects in dicts, lists and tuples are updated in place."""
+    """Return the restored pytree; nnx objects in dicts, lists and tuples are updated in place."""
     objects = _objects(state)
     if not objects:
         return tree
@@ -160,7 +160,7 @@ def from_tree(state: Any, tree: Any) -> Any:
             "call of the module, or take them out before on_step, as nnx.pop(model, nnx.Intermediate) does:",
             lacking,
         )
-    # A value may be a dictionary itself, and replace_by_pure_dict() would look for variables in it.
+    # Not replace_by_pure_dict(), which would look for variables in values that are dictionaries themselves.
     new: dict[Any, Any] = {}
     for path, variable in nnx.to_flat_state(variables):
         value: Any = pure
@@ -173,7 +173,7 @@ def from_tree(state: Any, tree: Any) -> Any:
 
 
 def _lacking(values: Any, others: Any, path: str) -> Iterator[str]:
-    """Generate the paths of variables that only the first of two nested dictionaries has."""
+    """Yield the paths of variables that only the first of two nested dictionaries has."""
     for key, value in values.items() if isinstance(values, dict) and isinstance(others, dict) else ():
         name = f"{path}/{key}" if path else str(key)
         if key in others:
@@ -183,7 +183,7 @@ def _lacking(values: Any, others: Any, path: str) -> Iterator[str]:
 
 
 def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
-    """Return a function that takes the ``nnx.Optimizer`` out of a state like this one, or None if there is none."""
+    """Return a function that gets the ``nnx.Optimizer`` from a state like this one, or None if there is none."""
     optimizer_type = getattr(loaded("flax.nnx"), "Optimizer", ())
     if isinstance(state, optimizer_type):
         return lambda optimizer: optimizer
@@ -194,12 +194,12 @@ def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
 def _has_changed(before: Any, now: Any) -> bool:
     if now is None or now is before:
         return False
-    # A jitted function that passes the optimizer through gives it a new array with the same value.
+    # Values are compared, as a jitted function that returns the optimizer unchanged still creates a new array.
     return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value with the nnx objects in its dicts, lists and tuples replaced, in order."""
+    """Replace the nnx objects in dicts, lists and tuples by ``change``, in order."""
     if is_nnx(value):
         return change(value)
     if type(value) is dict:
@@ -217,7 +217,7 @@ def _objects(state: Any) -> list[Any]:
 
 
 def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
-    """Put the objects of the state into the restored tree; ``restored`` gets the variables of each object, once."""
+    """Put the state's nnx objects into the restored tree; ``restored`` collects each object's variables, once."""
     if is_nnx(value):
         if tree:
             restored.setdefault(id(value), tree)
@@ -232,18 +232,18 @@ def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
 # ---- partial restores: leaves of the same path, even if a chain of optimizers has grown
 
 
-_Node = tuple[str, TreeDef | None]  # the name of a container or leaf, and its definition; None for a leaf
+_Node = tuple[str, TreeDef | None]  # name and definition of a container; for a leaf, name and None
 
 
 class FittingHandler(PyTreeCheckpointHandler):
-    """Restores the leaves that fit a template; the others keep the values of the template, and are listed."""
+    """Restores the leaves that fit a template; the others keep the template's values and are listed."""
 
     def __init__(self, misfits: Misfits, compression: int | None) -> None:
         super().__init__(compression=compression)
         self._misfits = misfits
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Read the tree; if the template differs from it, read what fits."""
+        """Restore the tree; if it differs from the template, restore the leaves that fit."""
         try:
             return super().restore(directory, item, files=files, **kwargs)
         except TreeMismatchError:
@@ -256,9 +256,9 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 
 def _pairs(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
-    """Generate the names of corresponding leaves of two trees."""
-    # Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have
-    # grown, or be nested differently: their states correspond by order and by the names of their classes.
+    """Yield pairs of names of corresponding leaves in two trees."""
+    # Dictionary entries and attributes are matched by key. Optimizer chains are tuples that may have
+    # grown, or be nested differently: their states are matched by order and class name.
     if not (_is_chain(saved) or _is_chain(wanted)):
         yield from _entries(saved, wanted)
         return
@@ -277,7 +277,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     if node is None or other is None:
         if node is other:
             yield name, other_name
-    elif _optax(node) == _optax(other):  # Otherwise they are states of two different transformations.
+    elif _optax(node) == _optax(other):  # otherwise two different transformations
         children = dict(zip(node.segments, node.named_children(name), strict=True))
         for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
             if segment in children:
@@ -285,7 +285,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
 
 
 def _is_chain(part: _Node) -> bool:
-    """Return whether a container is a tuple, or the state of an nnx optimizer: a dictionary instead of a tuple."""
+    """Return whether a container is a tuple, or a dictionary that an nnx optimizer state has in place of one."""
     name, node = part
     if node is None:
         return False
@@ -297,7 +297,7 @@ _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 
 def _parts(part: _Node) -> Iterator[_Node]:
-    """Generate the parts of a tuple and of the tuples in it, as far as they have leaves."""
+    """Yield the parts of a chain, with nested chains flattened, omitting parts without leaves."""
     name, node = part
     if node is not None and _is_chain(part):
         for child in node.named_children(name):
@@ -307,7 +307,7 @@ def _parts(part: _Node) -> Iterator[_Node]:
 
 
 def _class_of(part: _Node, prefix: int) -> str:
-    """Return the class of a part of a chain; in an nnx optimizer, which does not store the class, the keys."""
+    """Return the class name of a chain's part; for an nnx optimizer, which does not store classes, its keys."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))
@@ -315,6 +315,6 @@ def _class_of(part: _Node, prefix: int) -> str:
 
 
 def _optax(node: TreeDef) -> str | None:
-    """Return the name of the class of a state of optax, otherwise None."""
+    """Return the class name of an optax state; None for other containers."""
     label = node.label or ""
     return label.rpartition(".")[2] if label.startswith("optax.") else None

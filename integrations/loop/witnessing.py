@@ -1,4 +1,4 @@
-"""The witness of a run: records its steps, compares the steps of a resume, and reports what differs."""
+"""The run witness: records steps, compares a resumed run's steps with the record, and reports differences."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from .first_steps import cause_in_state
 
 logger = logging.getLogger("holdfast")
 
-_SAVES = 4  # earlier ones that may be under way, in the directory and in the local places of the hosts
-_LAST = 4  # reports after a save; what was compared until then is said in one line
+_SAVES = 4  # earlier saves that may be in progress, in the directory and on the hosts' local storage
+_LAST = 4  # step reports after a save, until one line sums up the comparison
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What the comparison of a resumed run with the steps before the stop has shown so far.
+    """The result so far of comparing a resumed run with the steps before the stop.
 
     Attributes:
         exact: True if all compared steps are the same as before the stop; False if one is not; None as long as
             nothing was compared, if nothing can be compared, or if only rounding differs.
-        steps: The compared steps that are the same as before the stop.
+        steps: The compared steps that are identical to those before the stop.
         differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
         rounding: The greatest relative difference that counts as rounding, or None.
         why: Why nothing can be compared, or an empty text.
@@ -63,13 +63,13 @@ class Proof:
 
 
 class HandingOver(NamedTuple):
-    """Advice on how a program of an integration passes on the state that a resume lacks."""
+    """Advice, specific to an integration, on how to hand over state that a resume lacks."""
 
     data: str
     generator: str
     counter: str
     attribute: str
-    state: Callable[[Seen | None], str]  # all of the advice, given what the program shows
+    state: Callable[[Seen | None], str]  # the whole advice, given what the witness sees of the program
 
 
 IN_LOOPS = HandingOver(
@@ -95,7 +95,7 @@ IN_TRAINERS = HandingOver(
 
 
 class Witness:
-    """Observes one run of a manager, if ``enabled``: each report of a step, each save, and a resume at the start."""
+    """Observes one run, if ``enabled``: each step report, each save, and the resume at the start."""
 
     def __init__(
         self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact, handing_over: HandingOver = IN_LOOPS
@@ -108,37 +108,37 @@ class Witness:
         self._enabled = enabled
         self._key: Mapping[str, Any] = {}
         self._recorder: Recorder | None = None
-        self._k = 0  # the number of reports since the last save
+        self._k = 0  # step reports since the last save
         self._mark: Any = None  # the epoch at the last report
-        self._last: Pending | None = None  # the record of the current report
+        self._last: Pending | None = None  # the record of the current step report, if it was recorded
         self._file: RecordFile | None = None
-        self._earlier: list[RecordFile] = []  # files of earlier saves that may lack records
-        self._records = Records()  # of the step that the run has resumed from
+        self._earlier: list[RecordFile] = []  # record files of earlier saves that may be incomplete
+        self._records = Records()  # records of the step that the run has resumed from
         self._resumed: int | None = None
-        self._waiting: list[Pending] = []  # records that are to be compared
-        self._layers: dict[str, str] = {}  # the layers that agreed, in words
-        self._compares = False  # whether the steps since a resume are compared
-        self._has_said = True  # whether the line about them was printed
-        self.error: StateError | None = None  # after which nothing may be saved, as the resume is not exact
+        self._waiting: list[Pending] = []  # records not compared yet
+        self._layers: dict[str, str] = {}  # descriptions of the layers that agreed
+        self._compares = False  # whether steps are being compared after a resume
+        self._has_said = True  # whether the line about the comparison was printed
+        self.error: StateError | None = None  # set if the resume is not exact, after which nothing may be saved
         if enabled:
             on_commit(manager, self._committed)
 
     @property
     def watches(self) -> bool:
-        """True if there is a save whose next steps are recorded, or a resume whose first steps are compared."""
+        """True while steps after a save are recorded or steps after a resume are compared."""
         return self._file is not None or self._compares
 
     # ---- in the order of a run
 
     def begin(self, seen: Seen) -> None:
-        """Begin without a checkpoint."""
+        """Begin a run without a checkpoint."""
         with self._only_logged():
             if self._enabled:
                 self._key = key_of(self._processes.count)
                 self._recorder = Recorder(seen)
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Compare the program right after a restore with the record of the save; ``why_not`` forbids comparing more."""
+        """Compare the restored program with the record of the save; a ``why_not`` rules out any comparison."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -162,9 +162,9 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Note the report of a step before a save of it is decided; raise StateError if ``on_inexact`` asks for it."""
+        """Record a step report, before a save of it is decided; raise StateError if ``on_inexact`` asks for it."""
         # ``look`` is called only if the step is recorded or compared. ``mark`` has the epoch or epochs of the step: the
-        # first step with another mark is recorded as well.
+        # first step with a new mark is recorded as well.
         if self.error is not None:
             raise self.error
         self._k += 1
@@ -186,19 +186,19 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # Steps that differ from those before the stop do not belong to the save that the run has resumed from.
+        # Steps that differ from those before the stop are not added to the records of the save that was resumed from.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
-        """Note the save of a step, the last step that is compared; raise StateError as :meth:`note`."""
-        # If the step was just ``reported``, nothing has changed since, and the record of the report is used again.
+        """Record the save of a step, which ends the comparison; raise StateError as :meth:`note` does."""
+        # If the step was just ``reported``, nothing has changed since, so the record of the report is reused.
         with self._only_logged():
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:  # A trainer may be in its next epoch.
+            if self._k and self._last is None and self.watches and not moved:  # moved: perhaps in the next epoch
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()
@@ -210,7 +210,7 @@ class Witness:
             self._k = 0
 
     def _committed(self, directory: Location, record: CheckpointRecord) -> None:
-        """Write the records of a step that was committed; called on the thread that saves."""
+        """Write the records of a committed step; called on the save thread."""
         with self._only_logged():
             files = self._files()
             for file in files[:-1]:
@@ -220,7 +220,7 @@ class Witness:
                     file.commit(directory, record.fingerprint)
 
     def close(self) -> None:
-        """Compare and write what is left, as the run ends; raises nothing."""
+        """Finish all comparisons and record files at the end of the run; never raises."""
         self._on_inexact = "warn" if self._on_inexact == "raise" else self._on_inexact
         with self._only_logged():
             self._compare_arrived(None, wait=True)
@@ -233,7 +233,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """End the witness, but not the training, if its code or the code that it calls raises an error."""
+        """Turn off the witness, but let training continue, if its own code or code that it calls raises an error."""
         try:
             yield
         except Exception as error:
@@ -288,10 +288,10 @@ class Witness:
             self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
-        """Return the size of a difference if another processor explains it, or None."""
+        """Return the relative difference if rounding on another processor explains it, otherwise None."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
-        devices = str(self._records.key.get("devices") or "cpu")  # A state with only numpy arrays has none.
+        devices = str(self._records.key.get("devices") or "cpu")  # no devices if all arrays are numpy arrays
         on_cpu = all(device.startswith("cpu") for device in devices.split(", "))
         if k != 1 or bitwise & differs.keys() or (on_cpu and not is_other) or 0 not in self._records.by_k:
             return None
@@ -300,7 +300,7 @@ class Witness:
     def _found(
         self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
     ) -> None:
-        """Report the first step that differs from before the stop."""
+        """Record a step that differs from before the stop, and report the first one."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
@@ -321,7 +321,7 @@ class Witness:
             logger.warning("%s", text)
 
     def _conclude(self) -> None:
-        """Report in one line what was compared, once."""
+        """Report once, in one line, what was compared."""
         if self._has_said:
             return
         self._has_said = True
@@ -357,8 +357,8 @@ class Witness:
 
 
 def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
-    """Return the likely cause of a difference, what to pass on, and what else the program can reach."""
-    from ...engine.fingerprints import not_handed_over  # Imported lazily: few runs need it.
+    """Return the likely cause of a difference, what to hand over, and which other state the program can reach."""
+    from ...engine.fingerprints import not_handed_over  # imported lazily: few runs need it
 
     if "batch" in differs:
         cause = f"The data does not continue where it stopped: {how.data}"
@@ -377,7 +377,7 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why the options of a program ask for other steps than before the stop, or an empty text."""
+    """Return why the options lead to other steps than before the stop, or an empty text."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":
@@ -388,7 +388,7 @@ def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
 
 
 def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the change since the recorded run because of which this run cannot be compared with it, or ""."""
+    """Return the change since the recorded run that makes this run incomparable with it, or ""."""
     for name, description in _KEYS.items():
         if key.get(name) != now.get(name):
             return f"{description} changed ({key.get(name)}, now {now.get(name)})"
@@ -399,7 +399,7 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return what two runs need in common to be compared, and the processor, as it may explain rounding."""
+    """Return what comparable runs must have in common, and the processor, which may explain rounding."""
     names = ("torch", "jax", "numpy", "lightning")
     modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
     versions = [f"{name} {module.__version__}" for name, module in modules.items()]
