@@ -55,7 +55,7 @@ from ...engine.storage import Location, Place, as_location
 
 ExportFormat = Literal["safetensors", "orbax", "torch", "dcp"]
 
-_DIRECTORIES = {"orbax": "Orbax", "dcp": "torch.distributed.checkpoint"}  # formats that are directories
+_DIRECTORIES = {"orbax": "Orbax", "dcp": "torch.distributed.checkpoint"}  # export formats that write a directory
 _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch"}
 
 _logger = logging.getLogger("holdfast")
@@ -382,7 +382,7 @@ def _write_arrays(
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves a `TreeSource`; only a few batches of its leaves are in memory at a time."""
+    """Saves the leaves of a `TreeSource`, with only a few batches of them in memory at a time."""
 
     def __init__(self, advance: Callable[[int], None] = NULL.advance) -> None:
         super().__init__()

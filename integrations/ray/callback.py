@@ -62,7 +62,7 @@ class CheckpointCallback(LoopCallback):
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM has arrived, or Ray has announced that a node is taken away."""
+        """Whether SIGTERM has arrived, or Ray has announced that it will take a node away."""
         return super().preempted
 
     def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
@@ -126,7 +126,7 @@ class CheckpointCallback(LoopCallback):
             return
         last = self._last_step
         self._report()
-        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved at the end
+        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved on exit
             self._unreported = last
             self._report()
         if self.should_stop and self._preemption.number != DRAINED:

@@ -58,7 +58,7 @@ class OrbaxPlan:
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
         self.entries: dict[str, Any] = {}  # content of ``tree_metadata`` in the ``_METADATA`` file
         self.arrays: dict[str, SavedLeaf] = {}  # leaves stored as arrays, by Orbax name
-        self.strings: dict[str, Any] = {}  # the content of ``_strings.json``
+        self.strings: dict[str, Any] = {}  # content of the ``_strings.json`` file
         self.keys: dict[str, str] = {}  # PRNG implementations of typed keys, by array name
         self._source = source
         self._in_place = in_place

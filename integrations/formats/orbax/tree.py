@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
 
 
 class TreeMetadata(NamedTuple):
-    """The content of ``_METADATA``."""
+    """The parsed content of a ``_METADATA`` file."""
 
     parameters: list[Parameter]  # the entries of the tree, in file order
     use_zarr3: bool  # whether arrays use zarr version 3 instead of 2

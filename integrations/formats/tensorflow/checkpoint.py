@@ -146,7 +146,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _recognise_prefix(location: Location) -> SingleTree | None:
-    """Open a checkpoint by its prefix or by the path of one of its files."""
+    """Open a checkpoint given its prefix or the path of one of its files; None if there is none."""
     name, folder = location.name, location.parent
     prefix = _prefix_of(name) or ("" if location.exists() else name)
     if not prefix:

@@ -28,7 +28,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
 _LARGEST_FIELD = (1 << 29) - 1
 FOOTER_BYTES = 48
-MAGIC = bytes.fromhex("57fb808b247547db")  # the last bytes of a table
+MAGIC = bytes.fromhex("57fb808b247547db")  # magic number at the end of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
 _KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, relative to the file
@@ -90,7 +90,7 @@ def text(value: Value) -> str:
         raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
 
 
-_DTYPE_NAMES = (  # in the order of the enumeration ``DataType`` of types.proto, which begins at 1
+_DTYPE_NAMES = (  # in the order of the enum ``DataType`` in types.proto, which begins at 1
     *("float32", "float64", "int32", "uint8", "int16", "int8", "", "complex64", "int64", "bool"),
     *("int8", "uint8", "int32", "bfloat16", "int16", "uint16"),  # quantised, except bfloat16; the scale is not stored
     *("uint16", "complex128", "float16", "", "", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"),
@@ -127,7 +127,7 @@ class BundleSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BundleEntry:
-    """One tensor, or one slice of a tensor."""
+    """The index entry of one tensor, or of one slice of a tensor."""
 
     kind: int  # element type, a TensorFlow DataType number
     shape: tuple[int, ...]
@@ -306,7 +306,7 @@ def _handle(cursor: Cursor) -> _Handle:
 
 
 def _block(content: bytes, handle: _Handle, end: int) -> bytes:
-    """Return the content of a block; verify its checksum."""
+    """Verify the checksum of a block, and return its uncompressed content."""
     stop = handle.offset + handle.size
     if stop + _TRAILER_BYTES > end:
         raise DamagedCheckpointError(

@@ -150,7 +150,7 @@ class Bundle:
         return StoredArray(entry.dtype, entry.shape, {"kind": "numpy"}, lambda: self._parts(name, entry))
 
     def is_text(self, name: str) -> bool:
-        """True if the elements of a tensor are bytes: text, or serialized messages."""
+        """True if the elements of a tensor are bytes: strings, or serialized variants."""
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
@@ -362,7 +362,7 @@ Path = tuple[str, ...]
 class BundleTree(StoredTree, NamedVariables):
     """The values of a checkpoint as a tree and by their TensorFlow names, with the graph of their objects."""
 
-    variables: NamedVariables  # the tree itself
+    variables: NamedVariables  # refers to the tree itself
     _bundle: Bundle
     _objects: Sequence[ObjectNode] | None
     _tensor_names: Mapping[str, str]

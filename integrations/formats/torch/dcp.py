@@ -230,7 +230,7 @@ class _Folder:
         return zlib.crc32(self._bytes(extent).data)
 
     def _whole(self, extent: Extent) -> DataReader:
-        """Open the file of an extent; raise DamagedCheckpointError if it is too short."""
+        """Open the file that contains an extent; raise DamagedCheckpointError if it is truncated."""
         reader = self._reader(extent.file)
         if extent.offset + extent.length > reader.size:
             raise DamagedCheckpointError(

@@ -218,11 +218,11 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
             begin = first_bytes(file, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # the step of a damaged file is unknown
+            with contextlib.suppress(DamagedCheckpointError):  # skip damaged files, as their step is unknown
                 checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
-            # A name with the step wins over `last.ckpt`; Lightning adds `-v1` to a name that is taken.
+            # a name with the step takes precedence over `last.ckpt`; Lightning appends `-v1` if a name is taken
             candidate = (match is not None, len(entry.name), entry.name)
             files[step] = max(candidate, files.get(step, candidate))
     return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in files.items()})
@@ -236,9 +236,9 @@ def read_object(archive: TorchArchive, file: str = "") -> Any:
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data by `Unreadable`, or leave them out if only ``needed`` members must be complete.
+    """Replace objects that are not data with `Unreadable`; if ``needed`` is given, remove them from all other members.
 
-    With ``none``, None is allowed as a key, as in a dictionary that is never stored as a tree.
+    With ``none``, None is allowed as a dictionary key, for dictionaries that are never stored as a tree.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):

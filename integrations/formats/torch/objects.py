@@ -219,7 +219,7 @@ def _encode(text: Any, encoding: Any = None) -> bytes:
 
 
 def plain_array(value: Any) -> Any:
-    """Return the numpy array that a pickle described, or any other value itself."""
+    """Return the numpy array built from a pickle; return any other value unchanged."""
     if isinstance(value, _Array):
         if value.value is None:
             raise DamagedCheckpointError("an array of numpy has no elements")

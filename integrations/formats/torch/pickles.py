@@ -35,7 +35,7 @@ class Inert:
 
     name: Name
     arguments: tuple[Any, ...]
-    state: Any = None  # the state that ``BUILD`` adds: usually the dictionary of attributes
+    state: Any = None  # state set by the opcode ``BUILD``, usually the attribute dictionary
 
 
 class Stateful(abc.ABC):
@@ -85,7 +85,7 @@ def unpickle(
 
 
 class _Machine:
-    """The stack, the memo, and the operations of the opcodes."""
+    """The pickle stack machine: its stack, its memo, and the operations of the opcodes."""
 
     def __init__(self, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None) -> None:
         self.stack: list[Any] = []
