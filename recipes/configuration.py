@@ -64,7 +64,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    source: str  # the file, for messages
+    source: str  # display name of the file, for messages
     recipe: Recipe
     config: Config  # all keys, including defaults
 

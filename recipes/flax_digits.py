@@ -23,7 +23,7 @@ from .schema import FlaxDigits
 class Classifier(nn.Module):
     """A multilayer perceptron with BatchNorm after every hidden layer."""
 
-    hidden: Sequence[int]  # units of every hidden layer
+    hidden: Sequence[int]  # number of units per hidden layer
     dropout: float  # dropout rate in training
 
     @nn.compact

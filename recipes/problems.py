@@ -58,7 +58,7 @@ def as_yaml(value: object) -> str:
 
 
 def described(value: object) -> str:
-    """Describe a value for an error message: its type, and the value, shortened if it is long."""
+    """Describe a value for an error message: its type and its text, shortened if long."""
     match value:
         case None:
             return "nothing"

@@ -67,7 +67,7 @@ Resume = Annotated[
 
 
 class Section(BaseModel):
-    """A section of a configuration: strict types, no unknown keys, immutable."""
+    """Base class of configuration sections: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -136,8 +136,8 @@ _CheckpointKeys: Any = _section(
 )
 
 
-class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # created from the option declarations
-    """When to save, what to keep and whether to resume: the options of the callbacks."""
+class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # made from the declaration of the options
+    """When to save, what to keep and whether to resume: the callback options."""
 
     def options(self) -> CallbackOptions:
         return CallbackOptions(**self.callback_arguments())
@@ -161,7 +161,7 @@ class TrainSection(Section):
 
 
 class LoggingSection(Section):
-    """What to report meanwhile."""
+    """What to log during training."""
 
     interval_steps: Count = 100
     """Number of steps between two reports of the progress."""
@@ -252,7 +252,7 @@ class DigitsData(Section):
 
 
 class Schedule(Section):
-    """AdamW, its learning rate warmed up linearly and then decayed along a cosine."""
+    """AdamW with linear learning rate warmup and cosine decay."""
 
     learning_rate: Positive = 1e-3
     """The largest learning rate."""
@@ -298,7 +298,7 @@ class DigitsModel(Section):
 
 
 class FlaxDigits(_Scheduled):
-    """The keys of the recipe ``flax_digits``."""
+    """The configuration keys of the ``flax_digits`` recipe."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_accuracy", "val_loss")
     REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
@@ -312,7 +312,7 @@ class FlaxDigits(_Scheduled):
 
 
 class LightningDigits(FlaxDigits):
-    """The keys of the recipe ``lightning_digits``."""
+    """The configuration keys of the ``lightning_digits`` recipe."""
 
     REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # its data loaders have no state
 
@@ -321,7 +321,7 @@ class LightningDigits(FlaxDigits):
 
 
 class TextModel(Section):
-    """A decoder-only transformer over characters."""
+    """A decoder-only character transformer."""
 
     width: Count = 64
     """Features of every token."""
@@ -334,7 +334,7 @@ class TextModel(Section):
 
 
 class TextData(Section):
-    """The help texts of Python (``pydoc_data.topics``), some 460,000 characters."""
+    """Python's help texts (``pydoc_data.topics``), about 460,000 characters."""
 
     batch_size: Annotated[int, Field(gt=0, le=1000)] = 16
     """Sequences in an update."""
@@ -345,7 +345,7 @@ class TextData(Section):
 
 
 class FlaxText(_Scheduled):
-    """The keys of the recipe ``flax_text``."""
+    """The configuration keys of the ``flax_text`` recipe."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_loss")
     REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
@@ -389,7 +389,7 @@ class SelfPlayOptimizer(Section):
 
 
 class SelfPlaySwap(Section):
-    """Takes a policy from another checkpoint during training."""
+    """Replaces a policy by one from another checkpoint during training."""
 
     policy: Literal["p0", "p1"] = "p1"
     """The policy that gets other weights; its optimizer and everything else stay as they are."""
@@ -400,7 +400,7 @@ class SelfPlaySwap(Section):
 
 
 class SelfPlay(Config):
-    """The keys of the recipe ``self_play``."""
+    """The configuration keys of the ``self_play`` recipe."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "game", "optimizer")
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "win_rate", "win_rate_p0", "win_rate_p1")

@@ -178,7 +178,7 @@ class Learner(Checkpointable):
 
 
 class Trainer(Checkpointable):
-    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done."""
+    """Trains two policies, ``p0`` and ``p1``, in games against each other; ``step`` counts the updates."""
 
     __untracked__ = ("seed",)
 
