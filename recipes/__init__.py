@@ -1,18 +1,17 @@
-"""Training programs that a YAML file describes and ``holdfast run`` runs.
+"""Training programs, configured by a YAML file and run with ``holdfast run``.
 
 ====================  =============================================================================
-``registry``          the available recipes, and the packages that each needs
-``schema``            the keys of their YAML: one pydantic model a recipe, one shared checkpoint section
+``registry``          the available recipes, and the packages that each one needs
+``schema``            their YAML keys: one pydantic model per recipe, one shared checkpoint section
 ``configuration``     reads a file and ``key=value`` arguments into a checked configuration
-``runner``            runs a configuration: run directory, rules of resume, signals
+``runner``            runs a configuration: run directory, resume rules, signals
 ``flax_digits``, ...  the programs
 ====================  =============================================================================
 
-A recipe of your own is a function of two arguments, its configuration (a subclass of :class:`Config`, or a dataclass)
-and the :class:`RunContext`, that returns an :class:`Outcome`; ``recipe: my_project:train`` names it (docs/recipes.md).
+Your own recipe is a function that takes its configuration (a subclass of :class:`Config`, or a dataclass) and the
+:class:`RunContext`, and returns an :class:`Outcome`; set ``recipe: my_project:train`` to use it (docs/recipes.md).
 
-Importing this package, reading configurations and listing recipes load neither jax nor torch; only running a program
-does.
+Importing this package, reading configurations and listing recipes does not import jax or torch; only running does.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The configurations that come with the package; no pydantic is imported, because shells complete their names."""
+"""The bundled configurations; does not import pydantic, because shell completion of their names must be fast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
 
 
 def bundled_configs() -> list[str]:
-    """Return the names of the configurations that come with the package, sorted."""
+    """Return the sorted names of the bundled configurations."""
     files = importlib.resources.files(_PACKAGE).iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 

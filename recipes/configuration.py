@@ -1,10 +1,10 @@
-"""Reading of a file and ``key=value`` arguments into a checked configuration.
+"""Read a file and ``key=value`` arguments into a checked configuration.
 
-Scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
-``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags and duplicate keys are refused.
+Scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
+``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags and duplicate keys are rejected.
 
-``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` has a default. If a scalar without quotes
-consists only of this, the value is read as YAML, and may be a number; otherwise it is text.
+``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` has a default. If an unquoted scalar
+consists only of this, the value is parsed as YAML, and may be a number; otherwise it is text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    source: str  # the file, for messages
+    source: str  # display name of the file, for messages
     recipe: Recipe
-    config: Config  # every key with its value, including defaults
+    config: Config  # all keys, including defaults
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value as plain data; the keys that identify the run come first."""
+        """Return all keys and values as plain data; keys that identify the run come first."""
         values = self.config.model_dump(mode="json")
         order = ("recipe", "name", "run_dir", *self.config.IDENTITY, *values)
         return {key: values[key] for key in order if key in values}
@@ -79,7 +79,7 @@ class Configuration:
 
 
 def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuration:
-    """Read a configuration, override it by ``key=value`` texts, and check it; ConfigError lists all problems."""
+    """Read a configuration, apply ``key=value`` overrides, and check it; raise ConfigError with all problems."""
     document = _read(name, (), itertools.count())
     problems = document.problems
     if not isinstance(document.root, dict):
@@ -88,7 +88,7 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     _override(document, arguments)
     recipe = _recipe(document)
     try:
-        # In JSON mode, pydantic takes a list for a tuple and text for a path, and converts nothing else.
+        # in JSON mode, strict pydantic accepts a list as a tuple and text as a path, and converts nothing else
         config = recipe.schema.model_validate_json(json.dumps(document.root))
         wrong = list(config.conflicts())
     except ValidationError as error:
@@ -102,11 +102,11 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
 
 
 class _TooManyFilesError(ConfigError):
-    """``defaults`` includes too many files."""
+    """Raised if ``defaults`` includes too many files."""
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file over its ``defaults``; ``around`` are the files that include it, and ``numbers`` counts all files."""
+    """Read a file merged over its ``defaults``; ``around`` are the including files, ``numbers`` counts all files."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
@@ -146,7 +146,7 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
 
 
 def read_config(name: str) -> tuple[str, str]:
-    """Return the name of a configuration for messages, and its text: of a file, or of a bundled configuration."""
+    """Return the display name and the text of a configuration, read from a file or bundled with the package."""
     for path in (Path(name), Path(f"{name}.yaml")):
         if path.is_file():
             try:
@@ -170,7 +170,7 @@ def read_config(name: str) -> tuple[str, str]:
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each combination of values with a name for its folder: three for ``seed=0,1,2``; "" for a single one."""
+    """Return all combinations of values, each with a folder name: three for ``seed=0,1,2``; "" if there is only one."""
     parts = [argument.partition("=") for argument in arguments]
     choices = [[f"{key}{equals}{value}" for value in _items(text)] for key, equals, text in parts]
     several = [index for index, values in enumerate(choices) if len(values) > 1]
@@ -181,16 +181,16 @@ def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _items(text: str) -> list[str]:
-    """Split a text at commas, as the items of a YAML list."""
+    """Split a text at commas into the items of a YAML list."""
     try:
         items = compose(f"[{text}]").value
     except (YAMLError, RecursionError):
-        return [text]  # `read_yaml` reports the mistake.
+        return [text]  # `read_yaml` reports the syntax error later
     return [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in items] if len(items) > 1 else [text]
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """Return plain values as YAML 1.2, in their order."""
+    """Format plain values as YAML 1.2, in their order."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.width = 120
@@ -200,7 +200,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def _override(document: Document, arguments: Sequence[str]) -> None:
-    """Override values by ``key=value`` arguments: the keys are dotted, with indices into lists; the values are YAML."""
+    """Apply ``key=value`` overrides: keys are dotted and may contain list indices; values are YAML."""
     given: dict[KeyPath, str] = {}
     for argument in arguments:
         origin = SourceLine(f"argument {argument}")
@@ -240,7 +240,7 @@ def _recipe(document: Document) -> Recipe:
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:
-    """Translate an error of pydantic into the words of this package."""
+    """Translate a pydantic error into a message of this package."""
     error_type = error["type"]
     if error_type in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(error["loc"], recipe.schema)
@@ -263,7 +263,7 @@ def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
 
 
 def _keys(section: Any, path: KeyPath) -> list[str]:
-    """Return the keys of the section at a path; none if there is no section."""
+    """Return the keys of the section at a path; an empty list if there is no section."""
     for key in path:
         annotation, _ = fields_of(section).get(str(key), (None, "")) if section else (None, "")
         section = next(filter(is_section, (annotation, *get_args(annotation))), None)
@@ -275,14 +275,14 @@ def _keys(section: Any, path: KeyPath) -> list[str]:
 
 @dataclass(slots=True)
 class Document:
-    """The values of a text as plain data, the origin of each key, and the problems."""
+    """The values of a YAML document as plain data, with the origin of each key, and the problems found."""
 
     root: Any
     origins: dict[KeyPath, SourceLine]
     problems: list[Problem] = field(default_factory=list)
 
     def origin_of(self, path: KeyPath) -> SourceLine:
-        """Return the origin of a key, or of the closest section around a key that is not in the text."""
+        """Return the origin of a key; if the key is not in the document, of the closest enclosing section."""
         while path not in self.origins:
             path = path[:-1]
         return self.origins[path]
@@ -291,7 +291,7 @@ class Document:
         self.problems.append(Problem(origin, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
-        """Set the value at a path, which may index lists, and add missing sections; refuse a path through a value."""
+        """Set the value at a path, which may index lists, and add missing sections; reject a path through a scalar."""
         origin, inside = value.origins[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):
@@ -315,14 +315,14 @@ class Document:
 
 
 def merged(base: Any, values: Any) -> Any:
-    """Override values by others, section by section."""
+    """Merge ``values`` over ``base``, section by section."""
     if not isinstance(base, dict) or not isinstance(values, dict):
         return values
     return base | {key: merged(base.get(key), inner) for key, inner in values.items()}
 
 
 def compose(text: str) -> Any:
-    """Return the root node of a YAML document, None if it is empty; raise YAMLError or RecursionError."""
+    """Return the root node of a YAML document, or None if it is empty; may raise YAMLError or RecursionError."""
     depth = 0
     for event in YAML(typ="safe", pure=True).parse(text):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
@@ -332,7 +332,7 @@ def compose(text: str) -> Any:
 
 
 def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
-    """Read one YAML document: its values and problems; the lines are not numbered if the text is ``one_origin``."""
+    """Read one YAML document: its values and problems; with ``one_origin``, all keys have one origin without a line."""
     origin = SourceLine(source)
     document = Document(None, {(): origin})
 
@@ -345,7 +345,7 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
             document.root = _Reader(document, line).value(root, (), origin)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
-    except OverflowError:  # probably from aliases of aliases
+    except OverflowError:  # probably an expansion of nested aliases
         document.problems.clear()
         document.report(origin, (), f"this has more than {_MOST} values, those of aliases included")
     except MarkedYAMLError as error:
@@ -357,17 +357,17 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
 
 
 class _Reader:
-    """Converts nodes to values; each mistake becomes a problem of the document."""
+    """Converts YAML nodes to values; each mistake is added to the problems of the document."""
 
     def __init__(self, document: Document, line: Callable[[int], SourceLine]) -> None:
         self._document = document
         self._line = line
         self._constructor = YAML(typ="safe", pure=True).constructor
         self._open: set[int] = set()
-        self._count = 0  # values so far
+        self._count = 0  # number of values read so far
 
     def value(self, node: Node, path: KeyPath, origin: SourceLine) -> Any:
-        """Return the value of a node whose key was written at ``origin``; raise OverflowError if there are too many."""
+        """Return the value of a node, whose key is at ``origin``; raise OverflowError after too many values."""
         self._count += 1
         if self._count > _MOST:
             raise OverflowError

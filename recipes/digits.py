@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1797 images of 8 x 8 pixels in 10 classes, and batches of them in a repeatable order."""
+"""scikit-learn's digits: 1797 images of 8 x 8 pixels in 10 classes, and batches of them in a reproducible order."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ CLASSES = 10
 
 
 class Images(NamedTuple):
-    """Images and their classes."""
+    """Images with their class labels."""
 
     pixels: NDArray[np.float32]  # [n, 64], from 0 to 1
     labels: NDArray[np.int32]  # [n], from 0 to 9
 
     def part(self, chosen: slice | NDArray[np.int64]) -> Images:
-        """Return some of the images."""
+        """Return the images at the given indices."""
         return Images(self.pixels[chosen], self.labels[chosen])
 
 
 def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]:
-    """Return the training and the validation images; the seed decides which is which."""
+    """Split the digits into training and validation images; the split depends on the seed."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(labels))
     images = Images((pixels[order] / 16).astype(np.float32), labels[order].astype(np.int32))
@@ -32,7 +32,7 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """Endless batches of epochs whose order depends on seed and epoch alone, so that two integers are the state."""
+    """Endless batches; the order of an epoch depends only on seed and epoch, so the state is two integers."""
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:
         self._images = images
@@ -54,11 +54,11 @@ class Batches:
         return self._images.part(chosen)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position: the epoch, and how many of its images have been used."""
+        """Return the position: the epoch, and the number of its images already used."""
         return {"epoch": self._epoch, "position": self._position}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that :meth:`get_state` returned."""
+        """Restore a position returned by :meth:`get_state`."""
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled()
 

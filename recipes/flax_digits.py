@@ -21,10 +21,10 @@ from .schema import FlaxDigits
 
 
 class Classifier(nn.Module):
-    """A multilayer perceptron; every hidden layer is normalized over the batch."""
+    """A multilayer perceptron with BatchNorm after every hidden layer."""
 
-    hidden: Sequence[int]  # units of every hidden layer
-    dropout: float  # the share of the units dropped in training
+    hidden: Sequence[int]  # number of units per hidden layer
+    dropout: float  # dropout rate in training
 
     @nn.compact
     def __call__(self, pixels: jax.Array, training: bool) -> jax.Array:
@@ -37,13 +37,13 @@ class Classifier(nn.Module):
 
 
 class TrainState(train_state.TrainState):
-    """The parameters, the optimizer's state, and the running averages of BatchNorm."""
+    """The parameters, the optimizer state, and the BatchNorm running averages."""
 
     batch_stats: Any
 
 
 def initial_state(config: FlaxDigits) -> TrainState:
-    """Return the state before the first update."""
+    """Return the initial training state."""
     model = Classifier(config.model.hidden, config.model.dropout)
     variables = model.init(jax.random.key(config.seed), jnp.zeros((1, 64)), training=False)
     state: TrainState = TrainState.create(
@@ -57,7 +57,7 @@ def initial_state(config: FlaxDigits) -> TrainState:
 
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Do one update; the dropout depends on the key and the step alone, so that a resumed run repeats it."""
+    """Do one update; dropout depends only on the key and the step, so that a resumed run reproduces it."""
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, changed = state.apply_fn(
@@ -76,7 +76,7 @@ def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainS
 
 @jax.jit
 def evaluate(state: TrainState, images: Images) -> dict[str, jax.Array]:
-    """Return the loss and the accuracy on images held back."""
+    """Return the loss and the accuracy on the validation images."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images.pixels, training=False)
     return {

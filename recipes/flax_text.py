@@ -22,16 +22,16 @@ from .schema import FlaxText, TextModel
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text as numbers."""
+    """A text encoded as character indices."""
 
-    alphabet: str  # every character that occurs, sorted
-    training: NDArray[np.int32]  # the indices of the characters to train on
-    validation: NDArray[np.int32]  # the indices of the characters held back
-    fingerprint: int  # the CRC-32 of the text; another version of Python has another text
+    alphabet: str  # all distinct characters, sorted
+    training: NDArray[np.int32]  # character indices of the training text
+    validation: NDArray[np.int32]  # character indices of the validation text
+    fingerprint: int  # CRC-32 of the text, which differs between Python versions
 
 
 def help_texts(validation_fraction: float) -> Corpus:
-    """Return all topics of Python's ``help()``, in alphabetical order; the end of the text is held back."""
+    """Return the topics of Python's ``help()`` in alphabetical order; the end of the text is for validation."""
     topics: dict[str, str] = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     alphabet = "".join(sorted(set(text)))
@@ -42,13 +42,13 @@ def help_texts(validation_fraction: float) -> Corpus:
 
 
 def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.int32]:
-    """Return int32[count, context + 1]: windows spread evenly over the text."""
+    """Return windows spaced evenly over the text, int32[count, context + 1]."""
     starts = np.linspace(0, len(numbers) - context - 1, count).astype(np.int64)
     return _cut(numbers, starts, context)
 
 
 class Windows:
-    """Endless batches, int32[batch_size, context + 1], each by seed and number alone: one integer is the state."""
+    """Endless int32[batch_size, context + 1] batches that depend only on seed and batch index, which is the state."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus
@@ -68,11 +68,11 @@ class Windows:
         return _cut(numbers, starts, self._context)
 
     def get_state(self) -> dict[str, Any]:
-        """Return how many batches were drawn, and from which text."""
+        """Return the number of batches drawn, and the fingerprint of the text."""
         return {"batch": self._batch, "fingerprint": self._corpus.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that :meth:`get_state` returned; raise OptionError for one of another text."""
+        """Restore a position returned by :meth:`get_state`; raise OptionError if it belongs to another text."""
         if state["fingerprint"] != self._corpus.fingerprint:
             raise OptionError(
                 f"the checkpoint was trained on another text: expected CRC-32 {self._corpus.fingerprint:08x}, found "
@@ -93,7 +93,7 @@ VALIDATION_WINDOWS = 128
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward layer, each normalized before and added to its input."""
+    """A pre-norm transformer block: attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, model: TextModel, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(model.width, rngs=rngs)
@@ -104,7 +104,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, training: bool) -> jax.Array:
-        """Return float32[batch, context, width], as `x` is."""
+        """Return float32[batch, context, width], the shape of `x`."""
         attended = self.attention(self.attention_norm(x), mask=mask)
         x = x + self.dropout(attended, deterministic=not training)
         expanded = nnx.gelu(self.expand(self.feed_forward_norm(x)))
@@ -112,7 +112,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Predicts the next character of up to ``context``; the alphabet has ``characters``."""
+    """Predicts the next character from up to ``context`` characters; ``characters`` is the alphabet size."""
 
     def __init__(self, model: TextModel, characters: int, context: int, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(characters, model.width, rngs=rngs)
@@ -122,7 +122,7 @@ class Transformer(nnx.Module):
         self.logits = nnx.Linear(model.width, characters, rngs=rngs)
 
     def __call__(self, characters: jax.Array, training: bool) -> jax.Array:
-        """Return float32[batch, context, alphabet], the logits after each of int32[batch, context] characters."""
+        """Return next-character logits, float32[batch, context, alphabet], for int32[batch, context] characters."""
         x = self.tokens(characters) + self.positions(jnp.arange(characters.shape[1]))
         mask = nnx.make_causal_mask(characters)
         for block in self.blocks:
@@ -131,7 +131,7 @@ class Transformer(nnx.Module):
 
 
 def loss_of(model: Transformer, batch: jax.Array, training: bool) -> jax.Array:
-    """Return the mean cross-entropy of the next character, in nats, over int32[batch, context + 1] windows."""
+    """Return the mean next-character cross-entropy in nats over int32[batch, context + 1] windows."""
     logits = model(batch[:, :-1], training)
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return losses.mean()
@@ -139,7 +139,7 @@ def loss_of(model: Transformer, batch: jax.Array, training: bool) -> jax.Array:
 
 @nnx.jit
 def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch: jax.Array) -> dict[str, jax.Array]:
-    """Do one update, in place."""
+    """Do one update of the model and the optimizer, in place."""
     loss, gradients = nnx.value_and_grad(loss_of)(model, batch, training=True)
     optimizer.update(model, gradients)
     return {"loss": loss}
@@ -147,7 +147,7 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch:
 
 @nnx.jit
 def evaluate(model: Transformer, batch: jax.Array) -> dict[str, jax.Array]:
-    """Return the loss on windows held back."""
+    """Return the loss on the validation windows."""
     return {"val_loss": loss_of(model, batch, training=False)}
 
 

@@ -22,7 +22,7 @@ from .registry import Outcome, Progress, RunContext
 from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]
-# Lightning is published as two packages of the same code; both log under the names of the one imported last.
+# Lightning is published as two packages with the same code; both use the logger names of the one imported last.
 LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 
@@ -52,14 +52,14 @@ class Classifier(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        """Report the loss and the accuracy on images held back."""
+        """Log the loss and the accuracy on a validation batch."""
         pixels, labels = batch
         logits = self(pixels)
         self.log("val_loss", functional.cross_entropy(logits, labels))
         self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW, and the schedule that is advanced after every update."""
+        """Return AdamW and its learning rate schedule, which advances after every update."""
         section = self.schedule
         optimizer = torch.optim.AdamW(self.parameters(), section.learning_rate, weight_decay=section.weight_decay)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(section, step))
@@ -67,7 +67,7 @@ class Classifier(LightningModule):
 
 
 def learning_rate_factor(section: Schedule, step: int) -> float:
-    """Return the learning rate of an update in units of the largest: a linear rise, then a cosine down to 0.1."""
+    """Return the factor on the peak learning rate at an update: linear warmup, then cosine decay to 0.1."""
     if step < section.warmup_steps:
         return step / section.warmup_steps
     done = min(1.0, (step - section.warmup_steps) / (section.decay_steps - section.warmup_steps))
@@ -75,7 +75,7 @@ def learning_rate_factor(section: Schedule, step: int) -> float:
 
 
 class Report(Callback):
-    """Reports the progress, as the other recipes do, and remembers where the run began."""
+    """A Lightning callback that logs progress as the other recipes do, and records the step at which the run began."""
 
     def __init__(self, context: RunContext, train: TrainSection) -> None:
         self.context = context
@@ -84,30 +84,30 @@ class Report(Callback):
         self.progress: Progress | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the report."""
+        """Start the progress report at the current step."""
         self.start = trainer.global_step
         self.progress = self.context.progress(self.start, self.train.steps)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report an update, unless a validation follows."""
+        """Report an update, unless a validation follows and will report it."""
         if self.progress is not None and trainer.global_step % self.train.eval_interval_steps:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report an update with the metrics of the validation."""
+        """Report an update with the validation metrics."""
         if self.progress is not None:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
 
 def loader(images: Images, batch_size: int, *, training: bool) -> DataLoader[Any]:
-    """Return batches of float32[n, 64] pixels and int64[n] labels, shuffled for training."""
+    """Return a data loader of float32[n, 64] pixels and int64[n] labels, shuffled for training."""
     dataset = TensorDataset(torch.from_numpy(images.pixels), torch.from_numpy(images.labels).long())
     return DataLoader(dataset, batch_size, shuffle=training, drop_last=training)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Lightning's messages about itself."""
+    """Silence Lightning's informational messages."""
     levels = {log: log.level for log in map(logging.getLogger, LOGGERS)}
     for log in levels:
         log.setLevel(logging.WARNING)
@@ -124,7 +124,7 @@ def quiet() -> Iterator[None]:
 def run(config: LightningDigits, context: RunContext) -> Outcome:
     """Train from the newest checkpoint, or from the beginning."""
     total = config.train.steps
-    # Such a small model gains nothing from more threads, and one thread sums in the same order on every machine.
+    # a model this small does not benefit from more threads, and a single thread sums in the same order on every machine
     torch.set_num_threads(1)
     seed_everything(config.seed, verbose=False)
     training, validation = split_digits(config.data.validation_fraction, config.seed)

@@ -1,4 +1,4 @@
-"""The problems of a configuration: all at once, each with its origin."""
+"""Configuration errors: all problems of a configuration are reported together, each with its origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """The origin of a key: a line of a file, or an argument of the command."""
+    """The origin of a key: a line of a file, or a command-line argument."""
 
     source: str
     line: int | None = None
@@ -24,7 +24,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: the origin, the key, and what was expected and found."""
+    """A configuration problem: its origin, its key, and a text that says what was expected and found."""
 
     origin: SourceLine
     key: str
@@ -35,7 +35,7 @@ class Problem:
 
 
 class ConfigError(OptionError):
-    """A configuration with problems, in the order of the file."""
+    """Raised for a configuration with problems, which are listed in the order of the file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -43,12 +43,12 @@ class ConfigError(OptionError):
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a key path as on the command line, such as ``model.hidden.0``."""
+    """Format a key path as on the command line, such as ``model.hidden.0``."""
     return ".".join(map(str, path))
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return ``'; did you mean "steps"?'`` with the word that is closest to another one, or ``""``."""
+    """Return a hint such as ``'; did you mean "steps"?'`` with the closest of ``words``, or ``""``."""
     near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f'; did you mean "{near[0]}"?' if near else ""
 
@@ -58,7 +58,7 @@ def as_yaml(value: object) -> str:
 
 
 def described(value: object) -> str:
-    """Describe a value for an error message: its type, and the value, shortened if it is long."""
+    """Describe a value for an error message: its type and its text, shortened if long."""
     match value:
         case None:
             return "nothing"

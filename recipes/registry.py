@@ -1,7 +1,7 @@
-"""The recipes: bundled ones, installed ones, and functions of your own; and the objects that a run gives them.
+"""Find recipes: bundled, installed, or your own functions; and define the objects that a run passes to them.
 
-The value of the ``recipe`` key is the name of a bundled recipe; a name that an installed package declares in the group
-``holdfast.recipes`` of its entry points; or ``module:function``, with the working directory on the path.
+The value of the ``recipe`` key is the name of a bundled recipe; the name of an entry point that an installed package
+declares in the group ``holdfast.recipes``; or ``module:function``, with the working directory on ``sys.path``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 class Progress:
-    """Logs finished steps, one line per interval; only the metrics of these lines are fetched from a device."""
+    """Logs finished steps, one line per interval; only the logged metrics are fetched from the device."""
 
     def __init__(self, start: int, total: int, interval: int) -> None:
         self._last = self._logged = start
@@ -43,7 +43,7 @@ class Progress:
         self._logged_at = time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Report that a step is finished, with its metrics."""
+        """Record a finished step with its metrics."""
         previous, self._last = self._last, step
         if step // self._interval == previous // self._interval and step < self._total:
             return
@@ -57,14 +57,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What a program gets in addition to its configuration.
+    """What a training program receives in addition to its configuration.
 
     Attributes:
-        config: The checked configuration, with the keys that all recipes have, such as ``train.steps`` and ``seed``.
-        run_dir: Where the run keeps its files.
-        checkpoints: Where its checkpoints go: a path or a URL.
-        callback_arguments: The keyword arguments for its checkpoint callback.
-        log_interval: The number of steps between two reports of the progress.
+        config: The checked configuration, with the keys common to all recipes, such as ``train.steps`` and ``seed``.
+        run_dir: The directory for the files of the run.
+        checkpoints: The path or URL of the checkpoint directory.
+        callback_arguments: The keyword arguments for the checkpoint callback.
+        log_interval: The number of steps between two progress reports.
     """
 
     config: Config
@@ -74,15 +74,15 @@ class RunContext:
     log_interval: int
 
     def progress(self, start: int, total: int) -> Progress:
-        """Return the report of a run that begins with `start` of `total` steps done."""
+        """Return a progress report for a run that begins with `start` of `total` steps done."""
         return Progress(start, total, self.log_interval)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended: the steps done when it began, the steps done now, and whether it was preempted.
+    """The outcome of a run: the step at its start, the step at its end, and whether it was preempted.
 
-    A preempted run has saved, and resumes when it is run again.
+    A preempted run has saved a checkpoint, and resumes when it is run again.
     """
 
     start: int
@@ -94,30 +94,30 @@ class Outcome:
 
 
 class MissingExtraError(HoldfastError, ImportError):
-    """A package from one of holdfast's extras is not installed, or too old."""
+    """Raised if a package from one of holdfast's extras is missing or too old."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    name: str  # the value of the ``recipe`` key of a configuration, and the name of the module
+    name: str  # value of the ``recipe`` key; for bundled recipes also the module name
     summary: str  # one line for users
     schema: type[Config]
-    extra: str = ""  # the extra of holdfast that it needs
-    packages: tuple[str, ...] = ()  # the import names of further packages that it needs
-    # The program if it is imported already; None for the modules of this package.
+    extra: str = ""  # required extra of holdfast
+    packages: tuple[str, ...] = ()  # import names of further required packages
+    # The program, if it is already imported; None for bundled recipes, which are imported on demand.
     function: Callable[[Any, RunContext], Outcome] | None = None
 
     def missing(self) -> list[str]:
-        """Return the packages that are not installed, without importing any."""
+        """Return the required packages that are not installed, without importing any."""
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
     @property
     def install(self) -> str:
-        """The command that installs the required packages."""
+        """The pip command that installs the required packages."""
         return install_command("recipes", self.extra)
 
     def program(self) -> Callable[[Any, RunContext], Outcome]:
-        """Import the program; MissingExtraError, with the pip command, if a package that it needs is not installed."""
+        """Import and return the program; raise MissingExtraError with the pip command if a package is missing."""
         if self.function is not None:
             return self.function
         if missing := self.missing():
@@ -160,20 +160,20 @@ RECIPES = {
     )
 }
 
-ENTRY_POINTS = "holdfast.recipes"  # group of the entry points with which packages declare recipes
+ENTRY_POINTS = "holdfast.recipes"  # entry point group in which packages declare recipes
 
 
 class RecipeError(HoldfastError):
-    """A function that cannot be imported, or is not a training program."""
+    """Raised for a function that cannot be imported or is not a training program."""
 
 
 def installed_recipes() -> dict[str, EntryPoint]:
-    """Return the recipes that installed packages declare, by name; nothing is imported."""
+    """Return the recipes declared by installed packages, by name, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in RECIPES}
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return a bundled recipe, one of an installed package, or ``module:function``; None if there is none."""
+    """Return a bundled recipe, a recipe of an installed package, or ``module:function``; None if there is none."""
     if name in RECIPES:
         return RECIPES[name]
     if (point := installed_recipes().get(name)) is not None:
@@ -209,12 +209,12 @@ def _recipe(name: str, target: str) -> Recipe:
 
 
 class _NoSource(Config):
-    # With use_attribute_docstrings, pydantic would search the source of every running function.
+    # with use_attribute_docstrings, pydantic would parse the source of every function on the call stack
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 def _with_fields(config_type: Any) -> type[Config]:
-    """Return a configuration model with the keys that all recipes have, and the fields of a dataclass."""
+    """Create a configuration model from the keys common to all recipes and the fields of a dataclass."""
     keys: dict[str, Any] = {}
     described = schema.fields_of(config_type)
     for key in fields(config_type):

@@ -1,4 +1,4 @@
-"""Running of a checked configuration: the directory of the run, the rules of resume, the log."""
+"""Run a checked configuration: the run directory, the resume rules, and the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG_FILE = "config.yaml"
 
 
 def run(configuration: Configuration) -> Outcome:
-    """Run a recipe, from its newest checkpoint if there is one that ``checkpoint.resume`` and its identity allow."""
+    """Run a recipe; resume from its newest checkpoint if ``checkpoint.resume`` and the identity of the run allow it."""
     config = configuration.config
     run_dir, checkpoints = places_of(configuration)
     path = os.path.abspath(run_dir)
@@ -35,7 +35,7 @@ def run(configuration: Configuration) -> Outcome:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
-        # There is nothing to save until the program handles preemptions itself.
+        # until the program handles preemptions itself, there is nothing to save
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)
@@ -55,7 +55,7 @@ def run(configuration: Configuration) -> Outcome:
     began = time.monotonic()
     try:
         outcome = program(config, context)
-    except SystemExit as end:  # The loop ended during the steps after the save of a preemption.
+    except SystemExit as end:  # the loop exited in a step after the preemption save
         if end.code != PREEMPTED:
             raise
         outcome = Outcome(start=newest, step=newest, preempted=True)
@@ -65,7 +65,7 @@ def run(configuration: Configuration) -> Outcome:
             "holdfast.recipes, which says how the run ended"
         )
     if outcome.preempted and (saved := all_steps(as_location(checkpoints))):
-        # Steps after the last saved step were only recorded.
+        # later steps than the last saved one were not saved
         outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     if outcome.preempted:
@@ -76,14 +76,14 @@ def run(configuration: Configuration) -> Outcome:
 
 
 def places_of(configuration: Configuration) -> tuple[Path, str]:
-    """Return the directory of the run, and the path or URL of its checkpoints."""
+    """Return the run directory, and the path or URL of the checkpoint directory."""
     config = configuration.config
     run_dir = Path(config.run_dir or os.path.join("runs", config.name))
     return run_dir, config.checkpoint.directory or str(run_dir / "checkpoints")
 
 
 def first_step(configuration: Configuration) -> int:
-    """Return the step that a run would resume from, 0 without a checkpoint; write nothing, raise what `run` does."""
+    """Return the step that `run` would resume from, or 0; writes nothing, and raises the same errors as `run`."""
     mirror = mirror_of(configuration.config.checkpoint.options())
     urls = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
     newest = max(urls, key=lambda url: max(all_steps(as_location(url)), default=-1))
@@ -91,13 +91,13 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Return the newest step, or 0, if the run may resume from it; ``fetch`` gets newer ones from the mirror."""
+    """Return the step to resume from, or 0; raise if resuming is refused; ``fetch`` first copies from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
         options = replace(options, mirror=None)
     if options.mirror is not None:
-        CheckpointManager(checkpoints, options=options).close()  # This fetches newer steps.
+        CheckpointManager(checkpoints, options=options).close()  # fetches newer steps from the mirror
     with CheckpointManager(checkpoints, options=replace(options, read_only=True)) as manager:
         newest = manager.latest_step()
         stored = (manager.metadata() or {}).get("config")
@@ -113,7 +113,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
     if newest is None:
         if section.init_from is not None:
             try:
-                open_checkpoint(_weights_at(section.init_from))  # This fails before anything is written.
+                open_checkpoint(_weights_at(section.init_from))  # fail early, before anything is written
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(f"checkpoint.init_from: {error}") from error
         return 0
@@ -123,7 +123,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the arguments of the callback; the checkpoints, if there are any, belong to this run."""
+    """Return the callback's keyword arguments; existing checkpoints were already checked to belong to this run."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
         arguments["resume"] = "must"
@@ -133,7 +133,7 @@ def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, 
 
 
 def _weights_at(source: Place) -> Location:
-    """Return the checkpoints to take weights from; the directory of a run stands for the checkpoints in it."""
+    """Return the location to load initial weights from; a run directory stands for the checkpoints in it."""
     location = as_location(source)
     inside = location / "checkpoints"
     return inside if inside.is_directory() and not (location / RECORD).exists() else location
@@ -155,7 +155,7 @@ def _check_identity(configuration: Configuration, stored: dict[str, Any], checkp
 
 
 def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str) -> None:
-    """Store the whole configuration with the checkpoints, and in the run's directory, in a file that can be run."""
+    """Store the complete configuration with the checkpoints, and as a runnable file in the run directory."""
     options = configuration.config.checkpoint.options().manager_options()
     metadata = {"recipe": configuration.recipe.name, "config": configuration.resolved()}
     with CheckpointManager(checkpoints, options=options, metadata=metadata) as manager:
@@ -169,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Return the dotted keys whose values differ, each with both values; keys that are only stored come last."""
+    """Return the dotted keys whose values differ, each with both values; keys found only in checkpoints come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"
@@ -179,7 +179,7 @@ def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, s
 
 
 def blocks_resume(key: str, identity: Sequence[str], allowed: Sequence[str]) -> bool:
-    """Return whether a changed key identifies the run, and neither it nor a section around it may change."""
+    """True if a changed key identifies the run, and neither it nor an enclosing section is allowed to change."""
     return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{section}.") for section in allowed)
 
 

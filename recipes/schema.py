@@ -1,6 +1,6 @@
-"""The keys of the YAML of a recipe.
+"""The YAML keys of the recipes.
 
-Every section is a pydantic model that refuses unknown keys and converts no types. The text below a field is its
+Every section is a pydantic model that rejects unknown keys and does not convert types. The string below a field is its
 documentation, with units; ``holdfast recipes NAME`` prints it.
 """
 
@@ -25,7 +25,7 @@ from .problems import KeyPath, did_you_mean
 
 
 def _checked(check: Callable[[Any], object], expected: str) -> AfterValidator:
-    """Return a validator that accepts the values for which ``check`` raises no error."""
+    """Return a pydantic validator that accepts values for which ``check`` raises no error."""
 
     def validate(value: Any) -> Any:
         try:
@@ -67,14 +67,14 @@ Resume = Annotated[
 
 
 class Section(BaseModel):
-    """A section of a configuration: strict types, no unknown keys, immutable."""
+    """Base class of configuration sections: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
-# By the type of an option: the narrower type in YAML.
+# Maps option types to the narrower types that are accepted in YAML.
 _IN_YAML: dict[Any, Any] = {
     clock.Duration: Duration,
     clock.Duration | None: Duration | None,
@@ -85,7 +85,7 @@ _IN_YAML: dict[Any, Any] = {
 
 
 def _keys(options: type, **types: Any) -> dict[str, Any]:
-    """Return a key for each option of the library: its type in YAML, default, documentation and limits."""
+    """Return a pydantic field for each library option: its YAML type, default, documentation and limits."""
     texts = option_texts(options if options in (Mirror, Local) else CheckpointCallback)
     hints, keys = get_type_hints(options), {}
     for option in fields(options):
@@ -101,7 +101,7 @@ def _keys(options: type, **types: Any) -> dict[str, Any]:
 
 
 def _section(name: str, text: str | None, base: type[Section], options: type, **types: Any) -> Any:
-    """Return a section with the keys of another section, and a key for each option of the library."""
+    """Create a section that extends another section by a key for each library option."""
     return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **types))
 
 
@@ -137,13 +137,13 @@ _CheckpointKeys: Any = _section(
 
 
 class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # made from the declaration of the options
-    """When to save, what to keep and whether to resume: the options of the callbacks."""
+    """When to save, what to keep and whether to resume: the callback options."""
 
     def options(self) -> CallbackOptions:
         return CallbackOptions(**self.callback_arguments())
 
     def callback_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that the integrations' callbacks take, without the directory."""
+        """Return the keyword arguments for the integrations' callbacks, without the directory."""
         arguments: dict[str, Any] = self.model_dump(exclude={"directory", "allow_changes"})
         for name, options in (("mirror", Mirror), ("local", Local)):
             if (given := arguments[name]) is not None:
@@ -161,7 +161,7 @@ class TrainSection(Section):
 
 
 class LoggingSection(Section):
-    """What to report meanwhile."""
+    """What to log during training."""
 
     interval_steps: Count = 100
     """Number of steps between two reports of the progress."""
@@ -173,7 +173,7 @@ _IDENTITY_ORDER = ("recipe", "seed", "model", "data", "optimizer")
 
 
 class Config(Section):
-    """The keys that all recipes have; a recipe of your own adds its sections in a subclass."""
+    """The keys common to all recipes; your own recipe adds its sections in a subclass."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed")
     """The keys that identify a run: it does not resume when one of them has changed. By default, all keys that a recipe
@@ -205,7 +205,7 @@ class Config(Section):
     """What to report meanwhile."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yield the keys that conflict although each one alone is valid, and what to do about it."""
+        """Yield keys that are valid alone but conflict with others, each with an explanation."""
         best_fn, metrics = self.checkpoint.best_fn, ", ".join(self.METRICS)
         unknown = None if best_fn is None else _unknown(best_fn, "a metric", self.METRICS)
         try:
@@ -214,7 +214,7 @@ class Config(Section):
             else:
                 yield ("checkpoint", "best_fn"), unknown
         except (OptionError, InvalidLocationError) as error:
-            option = re.split(r"\W", str(error), maxsplit=1)[0]  # Errors begin with the name of the option.
+            option = re.split(r"\W", str(error), maxsplit=1)[0]  # error messages begin with the option name
             hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
             yield ("checkpoint", option), f"{error}{hint}"
         for index, name in enumerate(self.checkpoint.replicated):
@@ -227,7 +227,7 @@ class Config(Section):
                 yield ("checkpoint", "allow_changes", index), text + did_you_mean(key, keys)
 
     def identity_keys(self) -> Iterator[str]:
-        """Yield the dotted names of everything that identifies the run: sections, and the keys in them."""
+        """Yield the dotted names of all sections and keys that identify the run."""
         for name in self.IDENTITY[1:]:
             yield name
             section = getattr(self, name, None)
@@ -236,7 +236,7 @@ class Config(Section):
 
 
 def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
-    """Describe the problem with a name that is not in the list of a recipe; None if it is, or the list is empty."""
+    """Return an error text for a name that is not in the recipe's list; None if it is, or if the list is empty."""
     if not names or name in names:
         return None
     return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)
@@ -252,7 +252,7 @@ class DigitsData(Section):
 
 
 class Schedule(Section):
-    """AdamW, its learning rate warmed up linearly and then decayed along a cosine."""
+    """AdamW with linear learning rate warmup and cosine decay."""
 
     learning_rate: Positive = 1e-3
     """The largest learning rate."""
@@ -264,7 +264,7 @@ class Schedule(Section):
     """Decoupled weight decay, a factor on the weights per unit of learning rate."""
 
     def adamw(self) -> Any:
-        """Return the optimizer of optax."""
+        """Return the optax optimizer."""
         import optax  # type: ignore[import-untyped]  # it comes without type information
 
         schedule = optax.warmup_cosine_decay_schedule(
@@ -298,7 +298,7 @@ class DigitsModel(Section):
 
 
 class FlaxDigits(_Scheduled):
-    """The keys of the recipe ``flax_digits``."""
+    """The configuration keys of the ``flax_digits`` recipe."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_accuracy", "val_loss")
     REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
@@ -312,16 +312,16 @@ class FlaxDigits(_Scheduled):
 
 
 class LightningDigits(FlaxDigits):
-    """The keys of the recipe ``lightning_digits``."""
+    """The configuration keys of the ``lightning_digits`` recipe."""
 
-    REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # Its loaders have no state.
+    REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # its data loaders have no state
 
     name: Name = "lightning_digits"
     """The name of the run."""
 
 
 class TextModel(Section):
-    """A decoder-only transformer over characters."""
+    """A decoder-only character transformer."""
 
     width: Count = 64
     """Features of every token."""
@@ -334,7 +334,7 @@ class TextModel(Section):
 
 
 class TextData(Section):
-    """The help texts of Python (``pydoc_data.topics``), some 460,000 characters."""
+    """Python's help texts (``pydoc_data.topics``), about 460,000 characters."""
 
     batch_size: Annotated[int, Field(gt=0, le=1000)] = 16
     """Sequences in an update."""
@@ -345,7 +345,7 @@ class TextData(Section):
 
 
 class FlaxText(_Scheduled):
-    """The keys of the recipe ``flax_text``."""
+    """The configuration keys of the ``flax_text`` recipe."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_loss")
     REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
@@ -389,7 +389,7 @@ class SelfPlayOptimizer(Section):
 
 
 class SelfPlaySwap(Section):
-    """Takes a policy from another checkpoint during training."""
+    """Replaces a policy by one from another checkpoint during training."""
 
     policy: Literal["p0", "p1"] = "p1"
     """The policy that gets other weights; its optimizer and everything else stay as they are."""
@@ -400,7 +400,7 @@ class SelfPlaySwap(Section):
 
 
 class SelfPlay(Config):
-    """The keys of the recipe ``self_play``."""
+    """The configuration keys of the ``self_play`` recipe."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "game", "optimizer")
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "win_rate", "win_rate_p0", "win_rate_p1")
@@ -424,7 +424,7 @@ class SelfPlay(Config):
 
 
 def fields_of(section: Any) -> dict[str, tuple[Any, str]]:
-    """Return the keys of a section (a model or a dataclass), with the type and the documentation of each."""
+    """Return the keys of a section (a pydantic model or a dataclass), each with its type and documentation."""
     if is_dataclass(section):
         types = get_type_hints(section, include_extras=True)
         return {key.name: (types[key.name], key.metadata.get("help", "")) for key in fields(section) if key.init}

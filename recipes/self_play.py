@@ -1,16 +1,16 @@
-"""Two torch policies learn a game of cards by playing against each other.
+"""Two torch policies learn a card game by playing against each other.
 
-Each player has a hand of cards and plays one of them; the higher card wins. The state of training is a tree of
-components, which is also the tree of directories of its checkpoints::
+Each player has a hand of cards and plays one of them; the higher card wins. The training state is a tree of components,
+which is also the directory tree of its checkpoints::
 
     (trainer)            the number of updates
     learner              the optimizers
         policies/p0, policies/p1
-    runner               how many games were played; has the random generator that deals
-        observation      from hands to the input of the networks; has the mean and deviation of every card
-        choice           from the output of the networks to moves; has the random generator that draws them
+    runner               the number of games played, and the random generator that deals cards
+        observation      converts hands to network inputs; holds the mean and deviation of every card
+        choice           converts network outputs to moves; holds the random generator that samples them
 
-So a checkpoint serves not only to resume: a policy can be taken out of it, or replaced by another one.
+So a checkpoint is useful not only to resume: a policy can be loaded from it on its own, or replaced by another one.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ Hands = NDArray[np.float64]
 
 
 def deal(generator: np.random.Generator, games: int, cards: int) -> Hands:
-    """Return the hands of both players, float64[2, games, cards]."""
+    """Deal random hands to both players: float64[2, games, cards]."""
     return generator.uniform(0, 100, (2, games, cards))
 
 
 def outcomes_of(hands: Hands, moves: Sequence[Moves]) -> Floats:
-    """Return float32[games]: 1 if the first player has played the higher card, and -1 if the second has."""
+    """Return float32[games]: 1 if the first player played the higher card, -1 if the second did."""
     first, second = (np.take_along_axis(hand, move[:, None], axis=1) for hand, move in zip(hands, moves, strict=True))
     outcomes: Floats = np.sign(first - second).astype(np.float32).squeeze(1)
     return outcomes
 
 
 class Policy(Checkpointable, nn.Module):
-    """A multilayer perceptron with two heads: logits of the cards, and the outcome to expect, from -1 to 1."""
+    """A multilayer perceptron with two heads: the logits of the cards, and the expected outcome, from -1 to 1."""
 
     def __init__(self, cards: int, hidden: Sequence[int], seed: int = 0) -> None:
         super().__init__()
@@ -63,20 +63,20 @@ class Policy(Checkpointable, nn.Module):
             self.body = nn.Sequential(*(layer for pair in layers for layer in pair))
             self.logits = nn.Linear(widths[-1], cards)
             self.value = nn.Linear(widths[-1], 1)
-        with torch.no_grad():  # Small logits make the first games random.
+        with torch.no_grad():  # small logits make the first games nearly random
             self.logits.weight.mul_(0.01)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32[n, cards] and float32[n] for float32[n, cards]."""
+        """Return logits, float32[n, cards], and values, float32[n], for features, float32[n, cards]."""
         hidden = self.body(features)
         return self.logits(hidden), torch.tanh(self.value(hidden)).squeeze(-1)
 
 
 class Observation(Checkpointable):
-    """Hands as the input of a policy: cards brought to mean 0 and standard deviation 1.
+    """Converts hands to policy inputs, normalized to mean 0 and standard deviation 1 for each card.
 
-    Batches are taken in with the update of Chan, Golub and LeVeque, *Algorithms for computing the sample variance*
-    (1983), which loses no digits when very many have been seen.
+    The statistics are updated batch by batch as in Chan, Golub and LeVeque, *Algorithms for computing the sample
+    variance* (1983), which stays numerically accurate after very many batches.
     """
 
     def __init__(self, cards: int) -> None:
@@ -85,7 +85,7 @@ class Observation(Checkpointable):
         self.squares = np.zeros(cards)  # sums of squared distances from the mean
 
     def __call__(self, hands: Hands, *, training: bool = False) -> Floats:
-        """Return float32[n, cards]; in training, the hands count in the mean and the deviation."""
+        """Return normalized hands, float32[n, cards]; in training, first update the statistics with them."""
         if training:
             mean, total = hands.mean(axis=0), self.count + len(hands)
             step, weight = mean - self.mean, len(hands) / total
@@ -96,19 +96,19 @@ class Observation(Checkpointable):
 
 
 class Choice(Checkpointable):
-    """Draws moves with their probabilities."""
+    """Samples moves from the policy's probabilities."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
 
     def __call__(self, logits: Floats) -> Moves:
-        """Return the moves: the largest sums with such noise are draws from the softmax (Gumbel trick)."""
+        """Sample moves from the softmax of the logits: the argmax after adding Gumbel noise (Gumbel trick)."""
         moves: Moves = (logits + self.generator.gumbel(size=logits.shape)).argmax(axis=1)
         return moves
 
 
 def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Moves:
-    """Return the moves of a policy, which `choice` draws; without one, the most probable ones."""
+    """Return the moves of a policy: sampled by `choice`, or without one, the most probable moves."""
     with torch.no_grad():
         logits = policy(torch.from_numpy(features))[0].numpy()
     moves: Moves = choice(logits) if choice else logits.argmax(axis=1)
@@ -116,7 +116,7 @@ def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Mo
 
 
 class Turns(NamedTuple):
-    """Turns of one policy: its input, its moves, and how the games ended for it: 1 won, -1 lost."""
+    """A batch of turns of one policy: its inputs, its moves, and the outcomes: 1 for a win, -1 for a loss."""
 
     features: Floats
     moves: Moves
@@ -124,7 +124,7 @@ class Turns(NamedTuple):
 
 
 class Runner(Checkpointable):
-    """Plays games between two policies, `games` at once."""
+    """Plays games between two policies, in batches of `games`."""
 
     __untracked__ = ("cards", "games")
 
@@ -137,7 +137,7 @@ class Runner(Checkpointable):
         self.choice = Choice(seed)
 
     def sample(self, policies: Mapping[str, Policy]) -> dict[str, Turns]:
-        """Play one batch of games, and return the turns of each policy."""
+        """Play one batch of games, and return the turns by policy name."""
         hands = deal(self.generator, self.games, self.cards)
         features = [self.observation(hand, training=True) for hand in hands]
         moves = [choose(*pair, self.choice) for pair in zip(policies.values(), features, strict=True)]
@@ -148,9 +148,9 @@ class Runner(Checkpointable):
 
 
 class Learner(Checkpointable):
-    """Improves policies from their games: an advantage actor-critic (Mnih et al., 2016, section 4)."""
+    """Trains the policies on their games with advantage actor-critic (Mnih et al., 2016, section 4)."""
 
-    __untracked__ = ("learning_rate", "entropy")  # The constructor's values apply, not the checkpoint's.
+    __untracked__ = ("learning_rate", "entropy")  # a restore keeps the values given to the constructor
 
     def __init__(self, policies: dict[str, Policy], learning_rate: float, entropy: float) -> None:
         self.learning_rate = learning_rate
@@ -160,7 +160,7 @@ class Learner(Checkpointable):
         self.optimizers = {name: adam(policy.parameters(), learning_rate) for name, policy in policies.items()}
 
     def update(self, name: str, turns: Turns) -> float:
-        """Do one update of a policy, and return the loss."""
+        """Update one policy once, and return the loss."""
         features, moves, outcomes = map(torch.from_numpy, turns)
         logits, values = self.policies[name](features)
         logs = torch.log_softmax(logits, dim=-1)
@@ -178,7 +178,7 @@ class Learner(Checkpointable):
 
 
 class Trainer(Checkpointable):
-    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done."""
+    """Trains two policies, ``p0`` and ``p1``, in games against each other; ``step`` counts the updates."""
 
     __untracked__ = ("seed",)
 
@@ -199,14 +199,14 @@ class Trainer(Checkpointable):
         self.seed = seed
 
     def train_step(self) -> dict[str, float]:
-        """Play one batch of games, do one update of each policy, and return the mean loss."""
+        """Play one batch of games, update each policy once, and return the mean loss."""
         sampled = self.runner.sample(self.learner.policies)
         losses = [self.learner.update(name, turns) for name, turns in sampled.items()]
         self.step += 1
         return {"loss": sum(losses) / len(losses)}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Return which share of games each policy wins against a random player: the same numbers in a resumed run."""
+        """Return the win rate of each policy against a random player; reproducible, also in a resumed run."""
         rates = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())
@@ -215,7 +215,7 @@ class Trainer(Checkpointable):
 
 
 def win_rate(policy: Policy, observation: Observation, games: int, seed: Sequence[int] | int) -> float:
-    """Return the share of games that a policy wins against a random player."""
+    """Return the win rate of a policy against a random player."""
     generator, cards = np.random.default_rng(seed), len(observation.mean)
     hands = deal(generator, games, cards)
     moves = choose(policy, observation(hands[0]), Choice(int(generator.integers(2**32))))
@@ -224,13 +224,13 @@ def win_rate(policy: Policy, observation: Observation, games: int, seed: Sequenc
 
 def run(config: SelfPlay, context: RunContext) -> Outcome:
     """Train from the newest checkpoint, or from the beginning."""
-    torch.set_num_threads(1)  # Such small networks gain nothing from more threads.
+    torch.set_num_threads(1)  # networks this small do not benefit from more threads
     total, interval = config.train.steps, config.train.eval_interval_steps
     trainer, stopped = new_trainer(config), False
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoints:
         _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
-            swap(new_trainer(config), config.swap)  # A mistake in the section fails now instead of in an hour.
+            swap(new_trainer(config), config.swap)  # try it, so that a mistake in the section fails early
         progress = context.progress(start, total)
         while trainer.step < total and not stopped:
             if trainer.step == config.swap.at_step and swap(trainer, config.swap):
@@ -244,7 +244,7 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
 
 
 def new_trainer(config: SelfPlay) -> Trainer:
-    """Return the trainer of a configuration, before the first update."""
+    """Create an untrained trainer from a configuration."""
     return Trainer(
         config.game.cards,
         config.model.hidden,
@@ -256,7 +256,7 @@ def new_trainer(config: SelfPlay) -> Trainer:
 
 
 def swap(trainer: Trainer, section: SelfPlaySwap) -> bool:
-    """Give a policy the weights of one from another checkpoint, if there is one; everything else stays as it is."""
+    """Load the weights of a policy from another checkpoint, if the section gives a path; return whether it does."""
     if section.path is None:
         return False
     trainer.restore_from_path(section.path, component=f"learner/policies/{section.policy}", strict=True)

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, in and out."""
+"""Import from and export to the checkpoint formats of other libraries."""

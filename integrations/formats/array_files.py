@@ -1,8 +1,8 @@
-"""Files of arrays: HDF5, the weights of Keras 3 (``.weights.h5`` and ``.keras``), and ``numpy.savez``.
+"""Read array files: HDF5, Keras 3 weights (``.weights.h5`` and ``.keras``), and ``numpy.savez``.
 
-h5py reads the groups and datasets of HDF5, which become dictionaries and arrays. Groups with the keys 0, 1, ... become
-lists, because Keras numbers the variables of a layer: ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of an
-HDF5 file and of JSON about the model (https://keras.io/api/models/model_saving_apis). Links to other files are not
+HDF5 groups and datasets, read with h5py, become dictionaries and arrays. Groups with the keys 0, 1, ... become lists,
+because Keras numbers the variables of a layer: ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of an HDF5
+file and JSON files that describe the model (https://keras.io/api/models/model_saving_apis). External links are not
 followed.
 """
 
@@ -33,12 +33,12 @@ from ...engine.storage import Location
 from .torch.files import ZIP_MAGIC, opened
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
-_WEIGHTS = "model.weights.h5"  # the member of a ``.keras`` file with the weights
-_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # items, and the members that hold them
+_WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds the weights
+_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member of each JSON item
 _DOCUMENT_LIMIT = 64 << 20  # bytes
-_NODES = 1_000_000  # groups and datasets of a file
+_NODES = 1_000_000  # limit on the datasets and links of a file
 _RATIO = 2048  # maximum compression ratio of HDF5
-_UNSTORED = 64 << 20  # bytes of arrays that may be missing, because they hold the fill value
+_UNSTORED = 64 << 20  # bytes; allowance for arrays that are not stored because they hold the fill value
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -61,7 +61,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 class KerasFile(SingleTree):
-    """A model in a ``.keras`` file: its weights, and as JSON its configuration."""
+    """A model in a ``.keras`` file: its weights as a tree, and its configuration as JSON items."""
 
     def __init__(self, location: Location, members: list[str]) -> None:
         tree = HDF5Tree(location, inside=True)
@@ -79,11 +79,11 @@ class KerasFile(SingleTree):
                 raise DamagedCheckpointError(f"{self.location}: {info.filename} is nested too deeply") from error
 
     def items_to_load(self) -> list[str]:
-        return [ITEM]  # The configuration is read on request only.
+        return [ITEM]  # the configuration is only read on request
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets of an HDF5 file, or with ``inside`` of the one in a ``.keras`` file."""
+    """The datasets of an HDF5 file, or with ``inside``, of the HDF5 file inside a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -95,7 +95,7 @@ class HDF5Tree(FetchedTree):
             raise OptionError(f"{location} is a file of Keras, or another one of HDF5; {needed}") from error
         self.stored = 0
         self.arrays: list[FetchedArray] = []
-        self._paths: dict[int, str] = {}  # paths of groups and datasets, by their addresses in the file
+        self._paths: dict[int, str] = {}  # paths of visited groups and datasets, by file address
         with self._file() as file:
             self._walk(file, ())
         readable = [array for array in self.arrays if not array.obstacle]
@@ -144,7 +144,7 @@ class HDF5Tree(FetchedTree):
                 self._dataset(here, child)
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
-            elif address in self._paths:  # A few groups that contain each other twice have exponentially many paths.
+            elif address in self._paths:  # shared groups could have exponentially many paths
                 self._add(here, np.dtype("V1"), (), f"another name of {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)
@@ -167,25 +167,25 @@ class HDF5Tree(FetchedTree):
 
 # ---- zip archives, and those of ``numpy.savez``
 #
-# An archive of numpy.savez has one member ``<name>.npy`` for each array:
-# https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. A name with slashes is a path. Arrays of
-# Python objects are pickles, which are listed but not read.
+# A numpy.savez archive has one member ``<name>.npy`` per array:
+# https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. A name with slashes is a path. Object arrays
+# are pickles, which are listed but not read.
 
 _MEMBER = ".npy"
-_END = 22  # bytes of the record at the end of an archive, before its comment
+_END = 22  # bytes; size of the end-of-central-directory record without the archive comment
 _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
 }
-_KINDS = "biufcSU"  # kinds of dtypes that are plain data
+_KINDS = "biufcSU"  # numpy dtype kinds that are plain data
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError),
-    tokenize.TokenError,  # numpy tokenizes a header that is no literal of Python
+    tokenize.TokenError,  # raised if numpy cannot parse a header as a Python literal
 )
 
 
 class NumpyTree(FetchedTree):
-    """The arrays of one file, by name."""
+    """The arrays of one ``numpy.savez`` file, by name."""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str, Box | None], NDArray[Any]]]:
@@ -194,7 +194,7 @@ class NumpyTree(FetchedTree):
             def fetch(name: str, box: Box | None) -> NDArray[Any]:
                 with archive.open(name) as member:
                     array: NDArray[Any] = npy.read_array(member, allow_pickle=False)
-                    member.read()  # Reading to the end compares the member with its checksum.
+                    member.read()  # reading to the end verifies the checksum
                 return array if box is None else array[box.within(whole(array.shape))]
 
             yield fetch
@@ -202,7 +202,7 @@ class NumpyTree(FetchedTree):
 
 @contextlib.contextmanager
 def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive; an error about its content names the file."""
+    """Open a zip archive; convert errors about its content to DamagedCheckpointError with the file name."""
     with location.open_data() as reader:
         try:
             file = opened(reader, 0, reader.size)
@@ -216,8 +216,8 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
-    """Raise BadZipFile if the directory at the end of the file, which no checksum covers, is damaged."""
-    # A flipped bit there can hide a member: in a name, or in a length that makes one entry swallow the next.
+    """Raise BadZipFile if the central directory at the end of the file, which has no checksum, is damaged."""
+    # A flipped bit can hide a member: in a name, or in a length that makes one entry swallow the next.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
     members = archive.infolist()
@@ -226,14 +226,14 @@ def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     for info in members:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise zipfile.BadZipFile(f"{info.filename!r:.80} is compressed by the unknown method {info.compress_type}")
-        archive.open(info).close()  # Opening compares the name with the one in the local header.
+        archive.open(info).close()  # opening checks the name against the local header
 
 
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
     path = tuple(info.filename.removesuffix(_MEMBER).split("/"))
     with archive.open(info) as member:
         version = npy.read_magic(member)
-        if version not in _HEADERS:  # Version 3 is for structured arrays, as it has names of fields in UTF-8.
+        if version not in _HEADERS:  # version 3 is only used for structured arrays with UTF-8 field names
             return FetchedArray(path, info.filename, np.dtype("V1"), (), "an array of structures")
         shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:

@@ -1,4 +1,4 @@
-"""Conversion: checkpoints of other libraries into holdfast's own, and checkpoints into formats of other libraries."""
+"""Import checkpoints of other libraries into holdfast's format, and export checkpoints to other libraries' formats."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ from ...engine.storage import Location, Place, as_location
 
 ExportFormat = Literal["safetensors", "orbax", "torch", "dcp"]
 
-_DIRECTORIES = {"orbax": "Orbax", "dcp": "torch.distributed.checkpoint"}  # formats that are directories
+_DIRECTORIES = {"orbax": "Orbax", "dcp": "torch.distributed.checkpoint"}  # export formats that write a directory
 _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch"}
 
 _logger = logging.getLogger("holdfast")
 
-_BATCH = 32 << 20  # bytes of leaves that are read together
-_KEPT = 8  # batches in memory: one for each writing thread
-_LARGE_BATCH = 256 << 20  # bytes of leaves that are read together if all of them are kept
+_BATCH = 32 << 20  # bytes of leaves read per batch
+_KEPT = 8  # cached batches: one for each writer thread
+_LARGE_BATCH = 256 << 20  # bytes of leaves read per batch if the caller keeps all of them in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One checkpoint that was converted.
+    """One converted checkpoint.
 
     Attributes:
         source: The original.
         path: The result.
         format: The library that wrote the source, or that can read the result.
         step: Its step, if it has one.
-        leaves: The number of leaves of all its trees, without those that may be empty containers.
-        bytes: Bytes of its arrays' elements.
-        left_out: Leaves of the source that the result lacks, one line each, with the reason.
+        leaves: The number of leaves in all its trees, not counting those that may be empty containers.
+        bytes: Total size of its array elements in bytes.
+        left_out: Leaves of the source that are missing from the result, one line each, with the reason.
     """
 
     source: str
@@ -96,7 +96,7 @@ def import_checkpoint(
     progress: Progress | None = None,
     coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
-    """Convert checkpoints of another library to holdfast's: atomic, checksummed, and verified when this returns.
+    """Convert checkpoints of another library to holdfast's format: atomic, checksummed, and verified on return.
 
     A directory of steps becomes a directory of steps with their metrics, times and custom metadata and with the
     metadata of the run; anything else becomes a single checkpoint. Items keep their names, but for the one item
@@ -106,24 +106,24 @@ def import_checkpoint(
     In a program of several processes that all call this, process 0 does it and the others wait.
 
     Args:
-        source: A checkpoint of Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax, TensorFlow,
-            Keras, numpy or RLlib, or a directory of steps.
+        source: An Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax, TensorFlow, Keras, numpy
+            or RLlib checkpoint, or a directory of steps.
         destination: A path or a URL; nothing may be there yet.
-        overwrite: Replace a checkpoint that is there, or steps of the same numbers.
-        progress: Receives the number of bytes of the sources, and how far the call is.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
-            initialized; ``hf.processes.Alone()`` does it in this process alone.
+        overwrite: Replace an existing checkpoint, or existing steps with the same numbers.
+        progress: Receives the total size of the sources in bytes, and the progress of the call.
+        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
+            initialized; ``hf.processes.Alone()`` converts in this process alone.
 
     Returns:
-        One entry for each checkpoint, in the order of the steps.
+        One entry for each checkpoint, in step order.
 
     Raises:
         CheckpointNotFoundError: The source holds no checkpoint of a supported library.
         CheckpointExistsError: The destination exists.
         DamagedCheckpointError: The source is damaged, or the result does not verify. Steps that were finished before
-            are whole. (Ctrl-C deletes them, so that the same call can be repeated.)
+            the error are complete. (Ctrl-C deletes them, so that the same call can be repeated.)
         UnsupportedLeafError: No array of the source can be read.
-        OptionError: The source is one of holdfast's own.
+        OptionError: The source is already a holdfast checkpoint.
         PeerFailedError: It failed on process 0; raised on the others.
     """
     origin, target = as_location(source), as_location(destination, writes=True)
@@ -132,7 +132,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # A link that is moved meanwhile must not mix two checkpoints.
+        location = origin.without_links()  # resolved once, so a link repointed meanwhile cannot mix two checkpoints
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -142,7 +142,7 @@ def import_checkpoint(
         made: list[Location] = []
         with deleted_on_interrupt(target, made):
             for (result, entry), share in zip(entries.items(), shares, strict=True):
-                if not overwrite:  # Otherwise, it may be an earlier checkpoint.
+                if not overwrite:  # with overwrite, the result may be an earlier checkpoint, which Ctrl-C must keep
                     made.append(result)
                 step = entry.step if steps else None
                 done.append(_import(open_at(entry.location), result, step, overwrite, share))
@@ -154,12 +154,12 @@ def import_checkpoint(
 
 
 def format_of(name: str) -> ExportFormat | None:
-    """Return the format that the end of a file's name stands for; None for other names."""
+    """Return the export format for the suffix of a file name; None if the suffix is unknown."""
     return _SUFFIXES.get(os.path.splitext(name)[1].lower())
 
 
 def check_suffix(name: str) -> ExportFormat:
-    """Return the format that the end of a file's name stands for; raise OptionError for other names."""
+    """Return the export format for the suffix of a file name; raise OptionError if the suffix is unknown."""
     if (export_format := format_of(name)) is None:
         raise OptionError(
             f"{name}: the name does not say in which format to write: use one of {', '.join(_SUFFIXES)}, or --to orbax "
@@ -181,37 +181,37 @@ def export_checkpoint(
     progress: Progress | None = None,
     coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
-    """Write a checkpoint in the format of another library.
+    """Write a checkpoint in another library's format.
 
     In a program of several processes that all call this, process 0 does it and the others wait.
 
     Args:
-        source: A checkpoint, of holdfast or of another library, or a directory of steps.
+        source: A checkpoint of holdfast or another library, or a directory of steps.
         destination: A file for safetensors and torch, a directory for Orbax and DCP; nothing may be there yet.
         to: ``"safetensors"``: one file; names are the keys of the leaves' paths, joined by dots.
             ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
             that orbax-checkpoint restores, with all steps unless one is given. ``"dcp"``: a directory that
-            torch.distributed.checkpoint loads, with or without shards; needs torch and a local disk, keeps two arrays
-            in memory at most (or 256 MiB), and is verified when this returns.
-        step: Which step of a directory of steps: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None
-            is the newest, and for Orbax all of them.
+            torch.distributed.checkpoint loads, with or without shards; needs torch and a local disk, keeps at most two
+            arrays (or 256 MiB) in memory, and is verified on return.
+        step: Which step of a directory of steps: its number, or ``"best"``, as ranked by the run's ``best_fn``. None
+            selects the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
-        root: Write only the contents of this container, such as ``"model"``, with names that begin there: the module's
-            names, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
-        overwrite: Replace a file that is there; not for directories.
-        progress: Receives the number of bytes of the sources, and how far the call is.
+        root: Write only the contents of this container, such as ``"model"``, with names relative to it: the module's
+            names, which ``from_pretrained`` of other libraries expects. Patterns are relative too. Not for Orbax.
+        overwrite: Replace an existing file; not for directories.
+        progress: Receives the total size of the sources in bytes, and the progress of the call.
         coordinator: How processes find each other, as for :func:`import_checkpoint`.
 
     Returns:
-        One entry for each checkpoint that was written.
+        One entry for each written checkpoint.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint, step or item.
         CheckpointExistsError: The destination exists.
-        UnsupportedLeafError: The format cannot store some leaves; names all of them. Nothing was written.
-        OptionError: The checkpoint has several trees, and no item is named; or the format is not known, or there is no
-            container ``root``; or the step is ``"best"``, and the run ranks its checkpoints by no metric.
+        UnsupportedLeafError: The format cannot store some leaves; the error lists them all. Nothing was written.
+        OptionError: The checkpoint has several trees, and no item is named; or the format is unknown, or there is no
+            container ``root``; or the step is ``"best"``, and the run does not rank its checkpoints by a metric.
         DamagedCheckpointError: The source does not verify.
         PeerFailedError: It failed on process 0; raised on the others.
     """
@@ -235,7 +235,7 @@ def export_checkpoint(
             exported = export_orbax(origin, target, chosen, item, select, progress or NULL, _write_arrays)
             return [_conversion(original, copy, to, number, trees, ()) for original, copy, number, trees in exported]
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
-        # A callback saves extras in other items than the state.
+        # prefer the state: callbacks save extras in further items
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
         inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
         tree, left_out = without_placeholders(selected(inside, select))
@@ -281,7 +281,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
 
 
 class _InBatches(PartialTree):
-    """A tree that is read in batches and reports its progress."""
+    """A tree source that reads its leaves in batches and reports progress after each batch."""
 
     def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
@@ -304,7 +304,7 @@ def _import(
     trees: list[TreeSource] = []
     left_out: list[str] = []
     for name, item_kind in checkpoint.items.items():
-        # An unnamed item gets the name that managers and callbacks use.
+        # an unnamed item gets the name that managers and callbacks expect
         item = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
         if item_kind == TREE:
             tree = checkpoint.tree(name)
@@ -322,7 +322,7 @@ def _import(
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
     with share:
-        # Every byte is read twice: from the source, and back from the result.
+        # every byte counts twice: once read from the source, once read back from the result to verify it
         share.expect(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))
         with save.completing():
             record = CheckpointRecord(
@@ -357,7 +357,7 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # Leaves without data, and those that may be empty containers, do not count: the result may lack them.
+    # do not count leaves without data, or leaves that may be empty containers: they may be missing from the result
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
@@ -374,7 +374,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree under the names of another library; they are durable on return."""
+    """Write leaves of a tree under another library's names; they are durable on return."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -382,7 +382,7 @@ def _write_arrays(
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves a `TreeSource`; only a few batches of its leaves are in memory at a time."""
+    """Saves the leaves of a `TreeSource`, with only a few batches of them in memory at a time."""
 
     def __init__(self, advance: Callable[[int], None] = NULL.advance) -> None:
         super().__init__()
@@ -392,8 +392,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # If the format does not distinguish None from a container without leaves, it becomes the container: usually, it
-        # is the empty state of an optimizer, and a template has the container, too.
+        # A leaf that may be None or an empty container (the format does not distinguish them) becomes the container:
+        # usually, it is the empty state of an optimizer, which the template also has as a container.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure
@@ -406,7 +406,7 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
 
 
 class _Loader:
-    """Reads leaves in batches on demand, and keeps the last few batches."""
+    """Reads leaves in batches on demand, and caches the last few batches."""
 
     def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         self._source = source
@@ -418,7 +418,7 @@ class _Loader:
         self._reading = threading.Lock()
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return the array of a leaf; thread-safe: only one thread at a time reads, and others wait."""
+        """Return the array of a leaf; thread-safe: a lock lets one thread read at a time."""
         number = self._batch_of[name]
         arrays = self._loaded.get(number)
         if arrays is None:
@@ -436,7 +436,7 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class _LaterPiece:
-    """A `Piece` with all of an array, which is read each time that it is needed."""
+    """A lazy `Piece` that covers a whole array and reads it on each access."""
 
     name: str
     box: Box
@@ -452,7 +452,7 @@ class _LaterPiece:
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
-    """Replace every leaf that is not kept by an empty dictionary."""
+    """Replace every leaf that is not kept with an empty dictionary; ``kept`` has a flag per leaf, in tree order."""
     empty = TreeDef("dict", [], [], dict)
     parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
     return TreeDef(node.kind, node.keys, parts, node.build, node.label)

@@ -1,7 +1,7 @@
-"""Trees in msgpack, as Flax writes them, and early versions of Orbax wrote them next to their arrays.
+"""Read msgpack trees, as written by Flax, and by early versions of Orbax next to their arrays.
 
-Arrays are extension 1, ``(shape, dtype name, bytes)`` in msgpack; complex numbers 2; numpy scalars 3; tuples 4. Arrays
-of more than a gigabyte are dictionaries with the member ``__msgpack_chunked_array__``. See
+Extension type 1 is an array, ``(shape, dtype name, bytes)`` in msgpack; 2 a complex number; 3 a numpy scalar; 4 a
+tuple. Arrays larger than a gigabyte are dictionaries with the member ``__msgpack_chunked_array__``. See
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -20,12 +20,12 @@ from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ...engine.sources import FoundSteps, SingleTree, StoredTree, first_bytes, total_bytes
 from ...engine.storage import Entry, Location
 
-_LIMIT = 1 << 36  # bytes of a file, which is read into memory
+_LIMIT = 1 << 36  # bytes; maximum file size, as files are read into memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 
 
 def looks_like_msgpack(file: Location) -> bool:
-    """True if a file begins as a msgpack dictionary does."""
+    """True if the first byte of a file is that of a msgpack dictionary."""
     try:
         first = first_bytes(file, 1)
     except ObjectNotFoundError:
@@ -34,7 +34,7 @@ def looks_like_msgpack(file: Location) -> bool:
 
 
 def decode_file(file: Location) -> Any:
-    """Read a file: nested dictionaries (with text as keys), lists and tuples of arrays, scalars and Python values."""
+    """Read a file as nested dictionaries (with string keys), lists and tuples of arrays, scalars and Python values."""
     content = read_checked(file, None, limit=_LIMIT)
     with naming(file):
         return decode_flax(content)
@@ -60,7 +60,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    """Return a dictionary with text as keys, or the array whose parts it holds."""
+    """Convert the keys of a dictionary to strings, or return the array if it holds a chunked one."""
     if "__msgpack_chunked_array__" in value:
         return _joined(value)
     for key in value:
@@ -73,7 +73,7 @@ def _mapping(value: dict[Any, Any]) -> Any:
 
 
 def _joined(value: dict[Any, Any]) -> NDArray[Any]:
-    """Put the parts of a large array together."""
+    """Join the parts of a chunked array."""
     try:
         shape = [int(value["shape"][str(axis)]) for axis in range(len(value["shape"]))]
         parts = [value["chunks"][str(index)] for index in range(len(value["chunks"]))]

@@ -1,15 +1,15 @@
-"""Directories that RLlib wrote (versions 1.1 to 2.1 of its checkpoints), read without running anything.
+"""Read RLlib checkpoint directories (checkpoint versions 1.1 to 2.1) without executing code from them.
 
-Each component's directory holds its state, ``state.pkl`` or ``state.msgpack``, under a name that ``metadata.json``
-(``rllib_checkpoint.json`` for algorithms) may give, and the pickled class and constructor arguments. Subdirectories are
-the components below. See https://docs.ray.io/en/latest/rllib/checkpoints.html
+Each component's directory contains its state, ``state.pkl`` or ``state.msgpack`` (``metadata.json``, or
+``rllib_checkpoint.json`` for algorithms, may give another name), and the pickled class and constructor arguments. Its
+subdirectories are the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
-A tree of components reads them one by one (``integrations/components/reading.py``). Here, a directory is one tree: the
-state of its component, with the states of the components below under their names.
+A component tree reads them one by one (``integrations/components/reading.py``). Here, a directory is read as one tree:
+the state of its component, with the states of the child components under their names.
 
-Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which knows arrays and Python's plain
-types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), arrays of
-numpy are maps as the package msgpack-numpy defines them: ``{b"nd": True, b"type": "<f4", b"shape": [2], b"data": ...}``
+Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which supports arrays and Python's plain
+types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), numpy arrays
+are maps as defined by the package msgpack-numpy: ``{b"nd": True, b"type": "<f4", b"shape": [2], b"data": ...}``
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def decode_state(content: bytes) -> Any:
 
 
 def _numpy_value(described: dict[Any, Any]) -> Any:
-    """Return the array, scalar or complex number that a map of msgpack-numpy describes, or any other map itself."""
+    """Convert a msgpack-numpy map to an array, scalar or complex number; return any other map unchanged."""
     if b"nd" in described:
         return _array(described)
     if b"complex" not in described:
@@ -71,13 +71,13 @@ _logger = logging.getLogger("holdfast")
 
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
-_LIMIT = 1 << 34  # bytes of a state, all of which is held in memory
+_LIMIT = 1 << 34  # bytes; maximum size of a state file, as it is read into memory
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 
 
 class RLlibDirectory:
-    """The directory of one component; ``path`` leads to it from the directory that was opened, as escaped names."""
+    """The directory of one component; ``path`` is relative to the opened directory, as escaped names."""
 
     def __init__(self, location: Location, path: tuple[str, ...] = ()) -> None:
         self.location = location
@@ -100,7 +100,7 @@ class RLlibDirectory:
         return children
 
     def own_state(self, *, none: bool) -> Any:
-        """Read its state without the components below; log what is left out, such as keys None without ``none``."""
+        """Read the state without child components; log what is left out, such as None keys unless ``none`` is set."""
         self.left_out = left_out = list[str]()
         state = self._read_state(left_out, none)
         if left_out:
@@ -119,7 +119,7 @@ class RLlibDirectory:
             return state
 
     def full_state(self, left_out: list[str], prefix: str = "") -> Any:
-        """Read its state with the states of all components below."""
+        """Read the state, including the states of all child components."""
         lines: list[str] = []
         state = self._read_state(lines, none=False)
         left_out += [f"{prefix}{line}" for line in lines]
@@ -134,7 +134,7 @@ class RLlibDirectory:
         states = [name for name in self.names if _is_state(name)]
         chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
-            # RLlib keeps the old file when it saves in another form, and nothing says which one is newer.
+            # when the file format changes, RLlib keeps the old file, and nothing tells which one is newer
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"
@@ -154,7 +154,7 @@ def _is_state(name: str) -> bool:
 
 
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """Make an array as numpy's pickles of protocol 5 describe it."""
+    """Build an array from the arguments of numpy's ``_frombuffer`` in protocol 5 pickles."""
     array = _BUILDERS[Name("numpy.core.multiarray", "_reconstruct")](None, (0,), b"b")
     array.set_state((1, shape, dtype, order == "F", bytes(data) if isinstance(data, bytes | bytearray) else data))
     return array
@@ -183,7 +183,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the directories ``checkpoint_000012`` that Ray Tune makes of a trial."""
+    """Find the directories ``checkpoint_000012`` that Ray Tune creates for a trial."""
     folders = [location / entry.name for entry in entries if entry.is_directory and _STEP.fullmatch(entry.name)]
     names = {folder: frozenset(file.name for file in folder.entries() if not file.is_directory) for folder in folders}
     checkpoints = [checkpoint for folder in folders if (checkpoint := recognise(folder, names[folder])) is not None]

@@ -1,14 +1,14 @@
-"""Safetensors, read and written: single files, and folders with an index of the file of every tensor.
+"""Read and write safetensors: single files, and folders with an index that maps each tensor to its file.
 
-A file is the length of the header (8 bytes, little endian), the header (a JSON object), and the tensors' bytes, little
+A file consists of the header length (8 bytes, little endian), the header (a JSON object), and the tensor data, little
 endian and in C order, without gaps (https://huggingface.co/docs/safetensors, "Format").
 
-A tensor's name becomes a path, cut at its dots: ``layers.0.weight`` is the leaf ``layers/0/weight``, with text keys.
+A tensor name is split at its dots into a path: ``layers.0.weight`` is the leaf ``layers/0/weight``, with string keys.
 If the names do not form a tree (``a`` with ``a.b``, or ``a..b``), the tree is one dictionary with the whole names as
-keys. The metadata of a file that holdfast exported describe the containers, and hold the values that are not tensors.
+keys. The metadata of a file exported by holdfast describe the containers, and hold the values that are not tensors.
 
 ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes files for each process and no index: their metadata
-contain the index of the first element of each part in the whole tensor (torch/distributed/checkpoint/_hf_utils.py).
+contain the offset of each part in the whole tensor (torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from ...engine.storage import DataReader, Location, Segment
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-TREE_NOTE = "holdfast.tree"  # the member of the metadata that describes the tree of an exported file
-BARE_LEAF = "value"  # the name of the tensor if the tree is one bare leaf
-_BATCH = 64 << 20  # bytes of leaves that are read together
-_STEP = 1 << 20  # bytes that are written at a time
+TREE_NOTE = "holdfast.tree"  # metadata key of the tree description in an exported file
+BARE_LEAF = "value"  # tensor name if the tree is a single bare leaf
+_BATCH = 64 << 20  # bytes of leaves read per batch
+_STEP = 1 << 20  # bytes per write
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
-_ALIGNMENT = 8  # bytes; the reference implementation aligns the tensors to it
+_ALIGNMENT = 8  # bytes; tensor data alignment in the reference implementation
 _LARGEST_SIZE = 1 << 62
-# File names in a folder without an index: the process, the model, the number of the file, and the number of files.
+# File names in a folder without an index: the shard (process), the model name, the file number, and the file count.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
-_SHARDING = "DCP_SHARDING_INFO"  # the member of the metadata that has the offsets of parts
+_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the offsets of the parts
 _OFFSETS = "saved_offsets"
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -73,7 +73,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Two numbers in a byte, with torch's name for it. Neither numpy nor torch computes with them.
+# Packed dtypes (two elements per byte) and their torch names. Neither numpy nor torch computes with them.
 _PACKED = {"F4": "float4_e2m1fn_x2"}
 
 
@@ -81,7 +81,7 @@ Tensors = Mapping[str, StoredArray]
 
 
 def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str, StoredArray], Mapping[str, str]]:
-    """Read the header at a byte of a file: the tensors by name, in order, and the metadata, as text by name."""
+    """Read the header at offset ``begin`` of a file; return the tensors by name, in order, and the metadata."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
@@ -182,7 +182,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
         note = metadata.get(TREE_NOTE)
-        if path and weight_map is None:  # a file that is opened alone is not a part
+        if path and weight_map is None:  # numbered files may hold parts of tensors; a file opened by its path does not
             in_file = _placed(file, in_file, metadata.get(_SHARDING, "{}"))
         for name, tensor in in_file.items():
             if weight_map is None or weight_map.get(name) == path:
@@ -204,7 +204,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
 
 
 def _are_numbered(location: Location, files: Collection[str]) -> bool:
-    """True if the names say that files are parts of one model; raise DamagedCheckpointError if one is missing."""
+    """True if the file names number the parts of one model; raise DamagedCheckpointError if one is missing."""
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name)) is not None]
     if not matches or len(matches) < len(files) or len({match.group(2, 4) for match in matches}) > 1:
         return False
@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors of a file with their offsets in the whole tensors, if its metadata have these."""
+    """Return the tensors of a file, placed at the offsets in the whole tensors that its metadata give, if any."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
             places = json.loads(noted)
@@ -248,7 +248,7 @@ def _at(tensor: StoredArray, start: Any) -> StoredArray:
 
 
 def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> StoredArray:
-    """Return the tensor that parts form; its shape follows from them."""
+    """Join the parts of a tensor; its shape is inferred from their offsets and shapes."""
     first = tensors[0]
     parts = [tensor.whole() for tensor in tensors]
     odds = [tensor for tensor in tensors if tensor.dtype != first.dtype or len(tensor.shape) != len(first.shape)]
@@ -270,12 +270,12 @@ def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> St
 
 
 def tensor_name(leaf_name: str) -> str:
-    """Return the name of a leaf's tensor: the keys of its path, joined by dots."""
+    """Return the tensor name of a leaf: the keys of its path, joined by dots."""
     return ".".join(split(leaf_name)) if leaf_name else BARE_LEAF
 
 
 def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[str, str]]:
-    """Read the index of a folder; return the files by name, and the name of the file of every tensor."""
+    """Read the index of a folder; return the files by name, and the weight map from tensor names to file names."""
     index_file = location / index
     weight_map = read_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -289,7 +289,7 @@ def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[
 
 
 def _looks_right(file: Location) -> bool:
-    """True if a file looks like one of this format, by its name or its first bytes."""
+    """True if the name or the first bytes of a file look like safetensors."""
     if file.name.endswith(SUFFIX):
         return True
     with file.open_data() as reader, contextlib.suppress(DamagedCheckpointError):
@@ -300,7 +300,7 @@ def _looks_right(file: Location) -> bool:
 
 
 def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
-    """Make a tree from the names of the tensors."""
+    """Build a tree by splitting the tensor names at their dots."""
     paths = [tuple(name.split(".")) for name in tensors]
     try:
         if not all(map(all, paths)):
@@ -312,7 +312,7 @@ def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
 
 
 def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> StoredTree | None:
-    """Make the tree that an exported file describes; return None if it does not fit the tensors any more."""
+    """Build the tree described in an exported file; return None if the description no longer matches the tensors."""
     try:
         names, details, tree = from_document(json.loads(note, parse_constant=_refuse))
     except (ValueError, RecursionError, AttributeError, DamagedCheckpointError):
@@ -338,10 +338,10 @@ def _refuse(constant: str) -> None:
 
 
 def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
-    """Write a tree as a safetensors file, atomically and durably; only some of its leaves are in memory at a time.
+    """Write a tree as a safetensors file, atomically and durably; the leaves are read in batches to limit memory.
 
-    Python's numbers become tensors without axes. Text, bytes, None and the containers become part of the metadata,
-    which only holdfast reads.
+    Python numbers become scalar tensors. Text, bytes, None and the containers are stored in the metadata, which only
+    holdfast reads.
     """
     check_destination(destination, overwrite=overwrite)
     arrays = [leaf for leaf in source.leaves if leaf.saved.dtype is not None]
@@ -365,8 +365,8 @@ def write_tensors(
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
-    """Write tensors with these names, dtypes and shapes, in their order."""
-    header, size = _encode_header(tensors, {"format": "pt", **metadata})  # other libraries expect this format
+    """Write a file of tensors, given as names, dtypes and shapes, with their data from ``contents`` in this order."""
+    header, size = _encode_header(tensors, {"format": "pt", **metadata})  # the format tag that other libraries expect
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(header, np.uint8)
@@ -382,7 +382,7 @@ def write_tensors(
 def _encode_header(
     tensors: Iterable[tuple[str, Any, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, int]:
-    """Return the header, preceded by its length, and the number of bytes of all tensors."""
+    """Return the encoded header with its length prefix, and the total size of the tensors in bytes."""
     document: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for name, dtype, shape in tensors:
@@ -402,7 +402,7 @@ def _encode_header(
 
 
 def _obstacles(leaves: Sequence[SavedLeaf]) -> list[str]:
-    """Return a line for every leaf that a safetensors file cannot hold."""
+    """Return an error line for every leaf that a safetensors file cannot store."""
     problems = []
     taken: dict[str, str] = {}
     for leaf in leaves:

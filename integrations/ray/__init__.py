@@ -1,4 +1,4 @@
-"""Checkpoints in the workers of Ray Train: :class:`CheckpointCallback` for ``TorchTrainer`` and ``JaxTrainer``."""
+"""Checkpoints in Ray Train workers: :class:`CheckpointCallback` for ``TorchTrainer`` and ``JaxTrainer``."""
 
 from .callback import CheckpointCallback, PreemptedError
 from .components import RemoteComponent

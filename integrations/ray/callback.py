@@ -1,4 +1,4 @@
-"""The callback of a training loop in the workers of Ray Train."""
+"""The checkpoint callback for training loops in Ray Train workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger("holdfast")
 
 
 class PreemptedError(RuntimeError):
-    """Ends the training function of a worker after SIGTERM, when the step is saved, so that Ray starts it again."""
+    """Raised in a worker after SIGTERM, once the step is saved, so that Ray restarts the training function."""
 
 
 class CheckpointCallback(LoopCallback):
-    """:class:`holdfast.CheckpointCallback` for the function that ``TorchTrainer`` or ``JaxTrainer`` runs in workers.
+    """:class:`holdfast.CheckpointCallback` for training functions of ``TorchTrainer`` or ``JaxTrainer``.
 
     ::
 
@@ -38,37 +38,37 @@ class CheckpointCallback(LoopCallback):
                     if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
-    It takes the same options, and does the same outside of Ray Train. In a worker, it also does this:
+    It takes the same options, and behaves the same outside of Ray Train. In a worker, it also does the following:
 
-    - Every saved step is reported to Ray when it is durable: ``ray.train.report`` gets the metrics of the step, and
-      its checkpoint in place, without a copy. Reports wait for all workers, so a step is reported when the next one is
+    - Every saved step is reported to Ray once it is durable: ``ray.train.report`` gets the metrics of the step and its
+      checkpoint in place, without a copy. Reports wait for all workers, so a step is reported when the next one is
       saved, at a preemption, or at the end.
-    - A checkpoint that is reported belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With
-      ``max_to_keep`` or another option of retention, the callback deletes, and reports only metrics: Ray does not start
-      a run again whose checkpoints are gone. (``Result`` then has neither, as Ray keeps metrics with checkpoints.)
+    - A reported checkpoint belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With
+      ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics: Ray does
+      not restart a run whose checkpoints are gone. (``Result`` then has neither: Ray keeps metrics with checkpoints.)
     - SIGTERM reaches the callback although the loop does not run in the main thread. All workers save the same step and
-      stop; leaving the ``with`` block raises :class:`PreemptedError`, as Ray takes a function that returns for
+      stop; leaving the ``with`` block raises :class:`PreemptedError`, because Ray considers a function that returns
       finished. This counts as a failure in ``FailureConfig(max_failures=...)``.
-    - When Ray announces that a node is taken away, all workers save the same step, and go on until Ray ends them. This
-      counts in ``max_preemption_failures``.
-    - A run resumes from the newest step in ``directory``, reported or not. If there is none, it takes a copy of the one
+    - When Ray announces that it will take a node away, all workers save the same step, and continue until Ray stops
+      them. This counts towards ``max_preemption_failures``.
+    - A run resumes from the newest step in ``directory``, reported or not. If there is none, it copies the checkpoint
       that ``ray.train.get_checkpoint()`` returns.
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # a step that is saved, or being saved
+    _unreported: int | None = None  # step that is saved or being saved, but not reported yet
     _reported_step: int | None = None
     _has_stopped = False
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM has arrived, or Ray has announced that a node is taken away."""
+        """Whether SIGTERM has arrived, or Ray has announced that it will take a node away."""
         return super().preempted
 
     def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
-        """Restore the newest whole checkpoint, of ``directory`` or of Ray; initialize when there is none.
+        """Restore the newest complete checkpoint from ``directory`` or from Ray; initialize if there is none.
 
-        The arguments, the result and the errors are those of
+        The arguments, the result and the errors are the same as in
         :meth:`holdfast.CheckpointCallback.restore_or_initialize`.
 
         Raises:
@@ -88,7 +88,7 @@ class CheckpointCallback(LoopCallback):
         state, step = super().restore_or_initialize(state, like=like, **extras)
         location = self._location_of(step)
         if location is not None and (reported is None or reported.url != location.url):
-            self._unreported = step  # The run ended between the save and the report.
+            self._unreported = step  # the previous run ended between save and report
         return state, step
 
     def on_step(
@@ -101,22 +101,22 @@ class CheckpointCallback(LoopCallback):
         epoch: Any = None,
         **extras: Any,
     ) -> StepOutcome:
-        """Report that an update is done, and save if a save is due, as :meth:`holdfast.CheckpointCallback.on_step`.
+        """Record a finished update and save if a save is due, as :meth:`holdfast.CheckpointCallback.on_step` does.
 
-        All workers call it for every step, as it reports saved steps to Ray.
+        All workers must call it for every step, because it also reports saved steps to Ray.
         """
         return self._after(
             step, super().on_step(step, state, *unknown, metrics=metrics, batch=batch, epoch=epoch, **extras)
         )
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Report metrics that became known after the step, as :meth:`holdfast.CheckpointCallback.on_eval`."""
+        """Record metrics that became known after the step, as :meth:`holdfast.CheckpointCallback.on_eval` does."""
         return self._after(step, super().on_eval(step, metrics))
 
     def _hand_on(self) -> None:
         if self._worker is None:
             super()._hand_on()
-        self._should_stop = True  # Leaving the block raises PreemptedError.
+        self._should_stop = True  # makes leaving the with block raise PreemptedError
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -126,7 +126,7 @@ class CheckpointCallback(LoopCallback):
             return
         last = self._last_step
         self._report()
-        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved at the end
+        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved on exit
             self._unreported = last
             self._report()
         if self.should_stop and self._preemption.number != DRAINED:
@@ -139,7 +139,7 @@ class CheckpointCallback(LoopCallback):
         return super()._signal(signals) if self._worker is None else WorkerSignal(signals)
 
     def _fetch(self, reported: Location | None) -> None:
-        """Copy the checkpoint that Ray has, if the directory has none."""
+        """Copy the last checkpoint known to Ray into the directory if that has none."""
         directory = self.manager.directory
         if reported is None or reported.url.startswith(f"{directory.url}/") or self._options.resume == "never":
             return
@@ -148,7 +148,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """Report the previous saved step, which is durable, because a save waits for the one before it."""
+        """Report the previously saved step, which is durable because each save waits for the one before it."""
         if self._worker is None:
             return outcome
         if outcome.saved:
@@ -156,7 +156,7 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step
         if outcome.should_stop and not self._has_stopped:
             self._has_stopped = True
-            self._report()  # This save is durable already; later ones are not, if the loop continues.
+            self._report()  # this save is already durable, but later ones may not be, if the loop continues
         if outcome.should_stop and self._preemption.number == DRAINED:
             return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
         return outcome
@@ -167,7 +167,7 @@ class CheckpointCallback(LoopCallback):
             return
         location = self._location_of(step)
         metrics = None if location is None else self.manager.metrics(step)
-        # Ray can register a checkpoint that is in its storage and that the callback does not delete.
+        # Ray can only register checkpoints in its own storage that the callback does not delete
         inside = self.manager.directory.url.startswith(f"{self._worker.root().url}/")
         registered = location if inside and self._options.max_to_keep is None else None
         self._worker.report({**(metrics or {}), "step": step}, registered)

@@ -1,4 +1,4 @@
-"""Components in actors of Ray: each is saved, restored and constructed in its actor."""
+"""Components in Ray actors: each is saved, restored and constructed in its actor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from ..components import Checkpointable
 
 
 class RemoteComponent(Checkpointable):
-    """A component of :mod:`holdfast.components` that lives in an actor of Ray.
+    """A component of :mod:`holdfast.components` that lives in a Ray actor.
 
-    Saves and restores go through the actor: the state is that of the object there. The states of all remote components
-    of a tree are requested at the same time. ``from_checkpoint`` starts the actor again, with the same class,
-    arguments and options.
+    Saves and restores go through the actor, which holds the state. The states of all remote components in a tree are
+    requested concurrently. ``from_checkpoint`` starts the actor again, with the same class, arguments and options.
 
     ::
 
@@ -27,14 +26,14 @@ class RemoteComponent(Checkpointable):
         team.save_to_path("runs/team")
 
     Args:
-        kind: The class of the object, with ``get_state()`` and ``set_state(state)``, such as a component. It is not one
-            that ``ray.remote`` has made.
-        *args: Arguments of its constructor.
-        options: Options of the actor, such as ``{"num_cpus": 1}``.
-        **kwargs: Arguments of its constructor by name.
+        kind: The class of the object, with ``get_state()`` and ``set_state(state)``, such as a component class. It must
+            not be wrapped by ``ray.remote``.
+        *args: Positional arguments of its constructor.
+        options: Ray actor options, such as ``{"num_cpus": 1}``.
+        **kwargs: Keyword arguments of its constructor.
 
     Attributes:
-        actor: The handle of the actor.
+        actor: The actor handle.
     """
 
     __remote__ = True
@@ -50,9 +49,9 @@ class RemoteComponent(Checkpointable):
         """Return the state of the object in the actor.
 
         Args:
-            components: As for ``Checkpointable.get_state``; passed on if it is given.
-            not_components: As for ``Checkpointable.get_state``; passed on if it is given.
-            **options: Passed on.
+            components: As for ``Checkpointable.get_state``; passed on if given.
+            not_components: As for ``Checkpointable.get_state``; passed on if given.
+            **options: Further options, passed on.
         """
         given = {"components": components, "not_components": not_components}
         options |= {name: names for name, names in given.items() if names is not None}
@@ -62,6 +61,6 @@ class RemoteComponent(Checkpointable):
         """Set the state of the object in the actor.
 
         Args:
-            state: What ``get_state`` has returned.
+            state: A state returned by ``get_state``.
         """
         answer_of_actor(self.actor, self.actor.set_state.remote(state))

@@ -1,6 +1,6 @@
-"""This process as a worker of Ray Train: its storage, its reports, and its preemptions.
+"""This process as a Ray Train worker: its storage, its reports, and its preemptions.
 
-Only the main thread of the actor of a worker can handle SIGTERM; Ray announces nodes that are taken away.
+Only the main thread of the worker's actor can handle SIGTERM; Ray itself announces nodes that it will take away.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ logger = logging.getLogger("holdfast")
 DRAINED = 1000
 """The number that stands for a signal if Ray takes a node away."""
 
-_TIMEOUT = 30.0  # seconds to wait for the main thread of the actor, which Ray keeps free
-_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # by the type of a pyarrow file system
+_TIMEOUT = 30.0  # seconds; timeout of calls in the main thread of the actor, which Ray keeps idle
+_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # URL schemes by pyarrow file system type
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
 """Options with which a file system has its own credentials; a URL takes credentials from the environment."""
 
-_signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # `_call` looks them up.
+_signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # by id, for `_call`
 
 
 def run_directory(name: str = "checkpoints") -> str:
-    """Return the directory of checkpoints in the storage of this run of Ray Train, for every worker the same.
+    """Return the checkpoint directory in the storage of this Ray Train run, the same for every worker.
 
-    Ray registers the checkpoints in it without a copy. It is ``name`` in the directory that
-    ``RunConfig(storage_path=..., name=...)`` chooses; give both, so that a program that is started again finds it.
+    Ray registers the checkpoints in it without a copy. It is the subdirectory ``name`` of the directory given by
+    ``RunConfig(storage_path=..., name=...)``; set both, so that a restarted program finds it.
 
     Args:
         name: The name of the directory.
 
     Returns:
         A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
-        endpoint or ``RunConfig(storage_filesystem=...)``, the URL is the one of
-        ``holdfast.storage.as_location(..., filesystem=...)``, with the same promises.
+        endpoint or ``RunConfig(storage_filesystem=...)``, it is the URL from
+        ``holdfast.storage.as_location(..., filesystem=...)``, with the same guarantees.
 
     Raises:
-        StateError: This is no worker of Ray Train.
+        StateError: This process is not a Ray Train worker.
     """
     worker = current_worker()
     if worker is None:
@@ -57,18 +57,18 @@ def run_directory(name: str = "checkpoints") -> str:
 
 
 def current_worker() -> Worker | None:
-    """Return this process as a worker of Ray Train; None elsewhere, also in a program that does not use Ray."""
+    """Return the Ray Train worker in this process; None outside of a worker, or if the program does not use Ray."""
     train: Any = sys.modules.get("ray.train")
     if train is None:
         return None
     try:
         return Worker(train, train.get_context())
-    except (RuntimeError, DeprecationWarning):  # Ray refuses the call elsewhere, and in trials of Ray Tune.
+    except (RuntimeError, DeprecationWarning):  # Ray rejects the call outside of workers and in Ray Tune trials
         return None
 
 
 class Worker:
-    """A worker of Ray Train, seen from the thread of its training loop."""
+    """A Ray Train worker, for use in the thread of its training loop."""
 
     def __init__(self, train: Any, context: Any) -> None:
         self._train = train
@@ -77,16 +77,16 @@ class Worker:
         self.count: int = context.get_world_size()
 
     def root(self) -> Location:
-        """Return the directory of the run, as Ray's storage has it."""
+        """Return the run directory in Ray's storage."""
         return _location(self._storage.storage_filesystem, self._storage.experiment_fs_path)
 
     def checkpoint(self) -> Location | None:
-        """Return the directory of the last checkpoint that Ray knows of."""
+        """Return the directory of the last checkpoint known to Ray; None if there is none."""
         checkpoint = self._train.get_checkpoint()
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics, and the checkpoint of a step in the storage without a copy; wait for all workers."""
+        """Report metrics, and optionally a checkpoint in Ray's storage without copying it; wait for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -97,10 +97,10 @@ class Worker:
 
 
 def _location(filesystem: Any, path: str) -> Location:
-    """Return the location of a path in a pyarrow file system, with the URL of an object store if both are the same."""
+    """Convert a path in a pyarrow file system to a location, with an object store URL if that is equivalent."""
     type_name = filesystem.type_name
     if type_name in _SCHEMES:
-        options = filesystem.__reduce__()[1][0]  # pyarrow shows its options only to pickle.
+        options = filesystem.__reduce__()[1][0]  # pyarrow exposes its options only for pickling
         bucket, _, key = path.partition("/")
         account = f"@{options['account_name']}" if type_name == "abfs" else ""
         if not any(options.get(name) for name in _CREDENTIALS) and _is_service_of_urls(type_name, options):
@@ -109,7 +109,7 @@ def _location(filesystem: Any, path: str) -> Location:
 
 
 def _is_service_of_urls(type_name: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a file system with these options uses the service that a URL leads to."""
+    """True if a file system with these options uses the same service endpoint as a plain URL."""
     if type_name == "abfs":
         return bool(options.get("blob_storage_authority") == ".blob.core.windows.net")
     endpoint = options.get("endpoint_override") or None
@@ -119,18 +119,18 @@ def _is_service_of_urls(type_name: str, options: Mapping[str, Any]) -> bool:
 
 
 def is_drained() -> bool:
-    """Return whether Ray has announced that a node of this run will be taken away."""
-    # ``ray.train.get_preemption_info`` is a barrier of all workers, too slow for every step. This reads its local
-    # value.
+    """True if Ray has announced that it will take away a node of this run."""
+    # ``ray.train.get_preemption_info`` is a barrier across all workers, too slow for every step. This reads the local
+    # value instead.
     context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
     try:
         return context is not None and context.get_train_context().preemption_context.preemption_info is not None
-    except (AttributeError, RuntimeError):  # A version of Ray without such notices; a process without a run.
+    except (AttributeError, RuntimeError):  # Ray versions without such notices; not in a run
         return False
 
 
 class WorkerSignal(PreemptionSignal):
-    """The preemption signal of a worker of Ray Train, whose handlers are installed in the main thread of the actor."""
+    """The preemption signal of a Ray Train worker, with handlers installed in the main thread of its actor."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         super().__init__(signals)
@@ -138,12 +138,12 @@ class WorkerSignal(PreemptionSignal):
 
     @property
     def is_agreed(self) -> bool:
-        """False: JAX's own handler is replaced, and does not know of drained nodes."""
+        """Always False: JAX's own signal handler is replaced, and does not know about drained nodes."""
         return False
 
     @property
     def received(self) -> bool:
-        """Whether a signal has arrived, or Ray has announced that a node is taken away."""
+        """Whether a signal has arrived, or Ray has announced that it will take a node away."""
         if self._received is None and is_drained():
             self.request(DRAINED)
         return super().received
@@ -164,7 +164,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # An actor of Ray Train runs a function for any holder of its handle, in its main thread.
+            # a Ray Train actor runs any function passed to its execute method in its main thread
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:
@@ -178,7 +178,7 @@ class WorkerSignal(PreemptionSignal):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.installed:
-            self.request(number)  # The handler of Ray would end the process at once.
+            self.request(number)  # Ray's own handler would exit the process at once
         else:
             super()._handle(number, frame)
 

@@ -1,1 +1,1 @@
-"""Checkpoints of Orbax: read, and written."""
+"""Read and write Orbax checkpoints."""

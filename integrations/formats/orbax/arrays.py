@@ -1,6 +1,6 @@
-"""Arrays of other writers, read by TensorStore: zarr of both versions, in OCDBT databases or plain directories.
+"""Read arrays of other writers with TensorStore: zarr 2 and 3, in OCDBT databases or plain directories.
 
-All arrays are opened concurrently, and read concurrently within a bound on the bytes in memory.
+All arrays are opened concurrently, and read concurrently within a limit on the bytes in flight.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ....engine.storage import Location, aligned_empty, map_status, shared_conte
 if TYPE_CHECKING:
     import tensorstore
 
-_CACHE = 64 << 20  # bytes of decoded B+tree nodes, which many arrays share
-_UNDER_WAY = 1 << 30  # bytes of arrays that are read at the same time
-_RATIO = 1 << 16  # maximum compression ratio of the compressors in use
-_SMALL_CHUNK = 64 << 20  # bytes of chunks that are accepted for arrays of any size
-_UNSTORED = 4 << 30  # bytes of arrays whose chunks need not be stored, as they hold the fill value
+_CACHE = 64 << 20  # bytes; cache of decoded B+tree nodes, shared by all arrays
+_UNDER_WAY = 1 << 30  # bytes; limit on concurrent array reads
+_RATIO = 1 << 16  # maximum compression ratio of the supported compressors
+_SMALL_CHUNK = 64 << 20  # bytes; chunk size that is accepted for arrays of any size
+_UNSTORED = 4 << 30  # bytes; allowance for arrays whose chunks are not stored because they hold the fill value
 _MANIFEST_LIMIT = 512 << 20  # bytes
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
 
 
 def directory_spec(location: Location) -> dict[str, Any]:
-    """Return TensorStore's specification of a directory as a key-value store."""
+    """Return the TensorStore key-value store spec for a directory."""
     if location.is_local:
         return {"driver": "file", "path": f"{location.path}/"}
     scheme, _, rest = location.url.partition("://")
@@ -62,8 +62,8 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 
 def _s3_spec(bucket: str) -> dict[str, Any]:
-    """Return TensorStore's specification of a bucket, with the service and the credentials that ``Location`` uses."""
-    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # with them come asyncio and ssl
+    """Return the TensorStore spec for an S3 bucket, with the same endpoint and credentials as ``Location``."""
+    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred: imports asyncio and ssl
 
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
@@ -71,22 +71,22 @@ def _s3_spec(bucket: str) -> dict[str, Any]:
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     elif region:
         spec["aws_region"] = region
-    # The default chain searches files and the network first, and logs a warning for each that is missing. TensorStore
-    # 0.1.86 finds no profile whose name it is not told.
+    # Not the default chain if the environment has credentials: it tries files and the network first, and logs a warning
+    # for each miss. TensorStore 0.1.86 finds a profile only if it is given the name.
     given = "AWS_ACCESS_KEY_ID" in os.environ
     spec["aws_credentials"] = {"type": "environment"} if given else {"type": "default", "profile": chosen_profile()}
     return spec
 
 
 class Wanted(NamedTuple):
-    """An array, or the box of it that is to be read."""
+    """A request to read an array, or one box of it."""
 
     name: str
     box: Box | None = None
 
 
 class OpenedArrays:
-    """Arrays of which only the metadata was read; ``failed`` says why others cannot be opened, by name."""
+    """Opened arrays, of which only the metadata was read; ``failed`` maps the others to the reason, by name."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -111,18 +111,18 @@ class OpenedArrays:
             self._stores[name], self.dtypes[name], self.shapes[name] = store, dtype, tuple(map(int, store.shape))
 
     def chunks(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the chunks of an array."""
+        """Return the chunk shape of an array."""
         grid = self._stores[name].chunk_layout.read_chunk.shape or ()
         return tuple(size or length for size, length in zip(grid, self.shapes[name], strict=True))
 
     def check_sizes(self, wanted: Iterable[Wanted], stored: int, *, filled: bool) -> None:
-        """Refuse arrays that are larger than their files can hold, before memory is allocated."""
+        """Reject arrays that claim more bytes than their files can hold, before allocating memory."""
         total = 0
         for name, box in wanted:
             size = math.prod(self.shapes[name]) * self.dtypes[name].itemsize
             grid = self._stores[name].chunk_layout.write_chunk.shape or ()
             chunk = math.prod(length or 1 for length in grid) * self.dtypes[name].itemsize
-            if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore allocates the whole chunk.
+            if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore allocates whole chunks.
                 raise DamagedCheckpointError(
                     f"{self._location}: the chunks of array {name!r} claim {chunk} bytes, the array has {size}"
                 )
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes of them, many at a time, and pass each to ``use`` with its number; return failures."""
+        """Read arrays or boxes concurrently, and pass each with its index to ``use``; return names and errors."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -169,7 +169,7 @@ class OpenedArrays:
 
 
 def reason(error: Exception, location: Location) -> str:
-    """Return why the stored bytes of an array cannot be read; raise errors that are the storage's."""
+    """Return the reason why an array cannot be read; raise errors of the storage itself."""
     mapped: HoldfastError = map_status(error, location.url, "read")
     if isinstance(mapped, _OF_STORAGE):
         raise mapped from error
@@ -177,8 +177,8 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read for boxes of an array: one that they fill at least by half, or else each box."""
-    # Otherwise, a chunk that several boxes share would be decoded for each of them.
+    """Return the regions to read for boxes of an array: their bounding box if at least half full, or else each box."""
+    # one read of the bounding box avoids decoding a shared chunk once per box
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
         return wanted
@@ -189,7 +189,7 @@ def gather(boxes: Sequence[Box]) -> list[Box]:
 
 
 def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """Return a box out of the region that holds it."""
+    """Cut a box out of the region that contains it; an empty box becomes an empty array."""
     for region, array in zip(regions, arrays, strict=True):
         if box.size and box.common(region) == box:
             return array[box.within(region)]
@@ -197,11 +197,11 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
 
 
 class ProcessDatabases:
-    """The databases of several processes, each with the parts that one of them saved, without a common index."""
+    """Per-process databases, each with the parts that its process saved, without a common index."""
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
-        self._folders: dict[str, Location] = {}  # by key; of equal parts, the first
+        self._folders: dict[str, Location] = {}  # by key; the first folder for a replicated part
         for folder in folders:
             try:
                 with naming(folder):
@@ -213,8 +213,8 @@ class ProcessDatabases:
         self._keys = sorted(self._folders)
 
     def spec(self, name: str) -> dict[str, Any]:
-        """Return TensorStore's specification of the directory of an array."""
-        begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # the mark after / is 0
+        """Return the TensorStore key-value store spec for the directory of an array."""
+        begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # "0" comes right after "/"
         # Without a layer for all keys, TensorStore does not report missing parts, and returns uninitialized memory.
         layers: list[dict[str, Any]] = [{"base": {"driver": "ocdbt", "base": directory_spec(self._first)}}]
         layers += [
@@ -226,7 +226,7 @@ class ProcessDatabases:
 
 
 def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return, by array, the files of an OCDBT database that are missing or too short; TensorStore names only a key."""
+    """Return the missing or truncated files of an OCDBT database by array, as TensorStore errors only name a key."""
     if not names:
         return {}
     try:
@@ -234,7 +234,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
-    needed: dict[str, dict[str, int]] = {}  # by array and file: the offset at which its last value ends
+    needed: dict[str, dict[str, int]] = {}  # by array and file: the end offset of the last value
     for row, key in enumerate(entries.keys):
         cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
         name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)
@@ -253,7 +253,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
 
 
 def _size(file: Location) -> float | str:
-    """Return the size of a file in bytes, infinity if only reading it can show that, or why it cannot be opened."""
+    """Return the size of a local file in bytes, infinity for a remote one, or the reason why it cannot be opened."""
     try:
         with file.open_data() as data:
             return data.size if file.is_local else math.inf

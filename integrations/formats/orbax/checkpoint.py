@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax wrote: recognised by their files, with their items and steps."""
+"""Recognise Orbax checkpoints by their files, and list their items and steps."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
-# The file that marks a finished save on Google Cloud Storage, where directories cannot be renamed.
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of the directory name while a save is unfinished
+# Marker file of a finished save on Google Cloud Storage, where directories cannot be renamed.
 COMMITTED = "commit_success.txt"
 
 _STEP = re.compile(r"(?:(.+)_)?([0-9]{1,18})")
 _JSON_FILES = ("metadata", "data.json")
 METRICS_FOLDER = "metrics"
-ONLY_ITEM = "default"  # the name of the item of a manager that has one item
+ONLY_ITEM = "default"  # item name if a manager saves a single item
 _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-# The item with the devices of every process, of managers of checkpoints on the disks of hosts.
+# The item that lists the devices of every process, written by managers that checkpoint to the local disk of each host.
 _PROCESSES = "process_metadata"
-RUN_METADATA = "metadata"  # name of the folder next to the steps with the program's metadata of the run
+RUN_METADATA = "metadata"  # folder next to the steps with the custom metadata of the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
-_SEARCHED = 32  # directories that are searched for items if no file marks a checkpoint
+_SEARCHED = 32  # maximum number of directories searched for items if no file marks a checkpoint
 
 
 class _Item(NamedTuple):
@@ -51,7 +51,7 @@ class _Item(NamedTuple):
 
 
 class OrbaxCheckpoint(CheckpointSource):
-    """One finished checkpoint."""
+    """One finished Orbax checkpoint."""
 
     format = "Orbax"
     unnamed = ONLY_ITEM
@@ -67,13 +67,13 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             handlers_by_item: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            # A name in a file may lead elsewhere.
+            # item names come from an untrusted file: refuse those that would lead out of the directory
             noted = {name for name in handlers_by_item if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
             for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
-        self._processes = 0  # the number of processes that saved it, each on the disk of its host
+        self._processes = 0  # number of processes that saved, if each saved to the local disk of its host
         if self._items.pop(_PROCESSES, None) is not None:
             file = location / _PROCESSES / "global_process_metadata.json"
             listed = read_json(file)
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, the one with the most steps counts."""
+    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, use the one with the most steps."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 
@@ -149,7 +149,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the program's metadata of its run: a member of the JSON object, or all of it in earlier versions."""
+    """Return the custom metadata of the run: a member of the JSON file, or the whole file in earlier versions."""
     folder = location / RUN_METADATA
     for name in (RUN_METADATA_FILE, "metadata"):
         if (folder / name).is_there():
@@ -173,7 +173,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """True if a directory is a tree of arrays without items, or was one, as files next to the arrays show."""
+    """True if a directory is a tree without items, or the metadata files show that it was one."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     file = location / AGGREGATE_FILE
@@ -181,7 +181,7 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 
 def _holds_items(location: Location) -> bool:
-    """True if a directory without metadata holds items, as early versions wrote them."""
+    """True if a directory without metadata contains items, as written by early versions."""
     folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
     names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
     for name in names[:_SEARCHED]:
@@ -196,7 +196,7 @@ def _may_be_item(name: str) -> bool:
 
 
 def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
-    """Return the kind of an item and its files, or None for a folder that is not an item."""
+    """Return the kind and the files of an item; None for a folder that is not an item."""
     entries = {entry.name: entry.is_directory for entry in folder.entries()} if listed else {}
     for name in _KEYS:
         if entries.get(name):
@@ -210,7 +210,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
             return _Item(JSON, folder, file=name)
     if not handler and not entries:
         return None
-    # Orbax records only items that it saved: reading one whose files are gone raises an error that names the file.
+    # Orbax records only saved items, so keep one whose files are gone: reading it raises an error that names the file.
     if "Json" in handler:
         return _Item(JSON, folder, file=_JSON_FILES[0])
     if any(text in handler for text in ("PyTree", "Standard", "Array", "RandomKey")):

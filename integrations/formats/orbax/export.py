@@ -1,6 +1,6 @@
-"""Checkpoints that Orbax restores: copies of any checkpoint, and holdfast's own, made readable in place.
+"""Export to Orbax: write copies of any checkpoint, or make holdfast checkpoints readable for Orbax in place.
 
-A plan says how Orbax stores a tree: in arrays, and in JSON files beside them.
+A plan describes how Orbax stores a tree: as arrays, with JSON files next to them.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_
 
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
-_SEQUENCE, _MAPPING = 1, 2  # kinds of keys
-# Not "jax.Array": without a template, Orbax restores such a leaf only onto devices that are named. With a template,
+_SEQUENCE, _MAPPING = 1, 2  # Orbax key types
+# Not "jax.Array": without a template, Orbax restores such a leaf only if target devices are given. With a template,
 # either kind can be restored as the other.
 _ARRAY = "np.ndarray"
 _EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
 _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 
-_Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its kind
-# Writes leaves of a tree by their names into a folder, and reports the bytes that are done.
+_Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its key type
+# Writes the given leaves of a tree, by name, into a folder, and reports each number of bytes written.
 WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf], Callable[[int], None]], None]
 
 
 class OrbaxPlan:
-    """A tree as Orbax stores it; one error names all leaves that Orbax cannot store."""
+    """How Orbax stores a tree; raises a single error that lists all leaves that Orbax cannot store."""
 
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
-        self.entries: dict[str, Any] = {}  # the member ``tree_metadata`` of ``_METADATA``
-        self.arrays: dict[str, SavedLeaf] = {}  # leaves that are stored as arrays, by the names that Orbax uses
-        self.strings: dict[str, Any] = {}  # the content of ``_strings.json``
-        self.keys: dict[str, str] = {}  # implementations of typed PRNG keys, by the names of their arrays
+        self.entries: dict[str, Any] = {}  # content of ``tree_metadata`` in the ``_METADATA`` file
+        self.arrays: dict[str, SavedLeaf] = {}  # leaves stored as arrays, by Orbax name
+        self.strings: dict[str, Any] = {}  # content of the ``_strings.json`` file
+        self.keys: dict[str, str] = {}  # PRNG implementations of typed keys, by array name
         self._source = source
         self._in_place = in_place
         self._leaves = iter(source.leaves)
@@ -76,7 +76,7 @@ class OrbaxPlan:
             raise UnsupportedLeafError("\n  ".join([headline, *self._problems]))
 
     def files(self) -> dict[str, bytes]:
-        """Return the contents of the files by their paths in the item's folder; ``_METADATA`` comes last."""
+        """Return the file contents by path relative to the item's folder; ``_METADATA`` comes last."""
         contents: dict[str, bytes] = {}
         if self.strings:
             contents[STRINGS_FILE] = json_file(self.strings)
@@ -150,7 +150,7 @@ class OrbaxPlan:
 
     def _array(self, leaf: SavedLeaf, name: str) -> SavedLeaf:
         saved = leaf.saved
-        if saved.dtype is None:  # an integer that no array holds
+        if saved.dtype is None:  # an integer too large for any dtype
             raise UnsupportedLeafError(f"{saved.details.get('value')} does not fit 64 bits")
         if storage_dtype(saved.dtype).extra is not None or "torch_dtype" in saved.details:
             dtype = saved.details.get("torch_dtype", saved.dtype)
@@ -178,7 +178,7 @@ class OrbaxPlan:
 def checkpoint_document(
     handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """Return the files of the checkpoint itself by their names; the mark of a finished save comes last."""
+    """Return the checkpoint-level files by name; the file that marks the save as finished comes last."""
     nanoseconds = int((time.time() if committed is None else committed) * 1e9)
     document = {
         "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
@@ -204,9 +204,9 @@ def export_orbax(
     progress: Progress,
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
-    """Write copies of checkpoints for Orbax; return each checkpoint with its copy, its step and its trees."""
+    """Export copies of checkpoints to Orbax; return each checkpoint with its copy, its step and its trees."""
     # A single tree becomes a directory for a `StandardCheckpointer`, and steps become one for a `CheckpointManager`.
-    # Integer keys become strings, the only keys of Orbax.
+    # Integer keys become strings, as Orbax has only string keys.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
     if not managed:
@@ -218,7 +218,7 @@ def export_orbax(
         metadata = found_steps.metadata()
         entries = {target / str(number): entry for number, entry in found_steps.by_step().items()}
         if not entries:
-            find_checkpoint(origin)  # raises an error that names what is missing
+            find_checkpoint(origin)  # raises an error that says what is missing
     for copy in entries:
         _refuse_existing(copy)
     made: list[Location] = []
@@ -243,9 +243,9 @@ def _refuse_existing(target: Location) -> None:
 def add_orbax_metadata(
     source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
 ) -> list[Location]:
-    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata next to the data.
+    """Make holdfast checkpoints readable for Orbax in place: add its metadata next to the data.
 
-    No array is copied, and the checkpoints stay what they are for holdfast. Orbax finds the items under their names:
+    No array is copied, and holdfast still reads the checkpoints as before. Orbax finds the items by name:
     ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
     args=Composite(state=StandardRestore(template)))``.
 
@@ -253,7 +253,7 @@ def add_orbax_metadata(
 
     Args:
         source: A checkpoint, or a directory of steps.
-        step: Which step of such a directory; None is all of them.
+        step: Which step of a directory of steps; None selects all of them.
         coordinator: How processes find each other, as for :func:`~holdfast.import_checkpoint`.
 
     Returns:
@@ -261,7 +261,7 @@ def add_orbax_metadata(
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        UnsupportedLeafError: Leaves that Orbax cannot read where they are; names them all. Nothing was written.
+        UnsupportedLeafError: Orbax cannot read some leaves in place; the error lists them all. Nothing was written.
         OptionError: The checkpoint was not written by holdfast.
         DamagedCheckpointError: The structure of the checkpoint does not verify.
         PeerFailedError: It failed on process 0; raised on the others.
@@ -301,7 +301,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
 
 
 def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Return the contents of all files but those of the arrays by their paths; items are in ``folders``."""
+    """Return the contents of all files except the arrays, by path; ``folders`` maps each item to its folder."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
     for name, folder in folders.items():
@@ -330,7 +330,7 @@ def _export(
     wanted = _wanted(source, item if select is None else source.only_tree(item))
     trees = {name: selected(source.tree(name), select) for name, item_kind in wanted.items() if item_kind == TREE}
     plans = {name: OrbaxPlan(tree, in_place=False) for name, tree in trees.items()}
-    # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
+    # Per-process items have names such as loader/0, but Orbax item names cannot contain a slash.
     folders = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
     if len(set(folders.values())) != len(folders):
         raise OptionError(f"{source.location}: two items would have the same name in Orbax; name the item to export")
@@ -366,7 +366,7 @@ def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]
 
 @contextlib.contextmanager
 def _finished(target: Location) -> Iterator[Location]:
-    """Yield a directory to write to, which is renamed when it is complete, as in Orbax."""
+    """Yield a temporary directory to write to, and rename it to the target when it is complete, as Orbax does."""
     _refuse_existing(target)
     folder = target.parent / f"{target.name}{UNFINISHED}" if target.is_local else target
     folder.remove_tree()

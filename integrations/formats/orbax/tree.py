@@ -1,7 +1,7 @@
-"""One tree that Orbax saved: its arrays, and JSON files with the structure, the shardings and the strings.
+"""Read one tree saved by Orbax: its arrays, and JSON files with the structure, the shardings and the strings.
 
-If a member of a file is missing, its value is the one of the versions that did not write it yet. The format is that of
-orbax-checkpoint 0.5 to 0.12.
+A missing JSON member defaults to the behavior of the versions that did not write it yet. The supported formats are
+those of orbax-checkpoint 0.5 to 0.12.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 STRINGS_FILE = "_strings.json"
 SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
-PROCESS_FOLDER = "ocdbt.process_"  # the beginning of the name of a database of one process
+PROCESS_FOLDER = "ocdbt.process_"  # folder name prefix of a per-process database
 
-# Value types of containers without leaves, each with the container that it becomes.
+# Maps the value types of empty containers to the containers to create.
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
 _EMPTY_TYPES: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
 NONE = "None"
@@ -55,35 +55,35 @@ STRING = "string"
 WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
-AGGREGATE_FILE = "checkpoint"  # the msgpack file of early versions: small leaves, and placeholders for the others
-# Value types of Orbax's own arrays; "unknown" stands for an entry without a type.
+AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions: small leaves, and placeholders for the rest
+# Value types that Orbax stores as arrays itself; "unknown" stands for an entry without a type.
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDER = re.compile("(?:PLACEHOLDER|AGGREGATED)://(.*)", re.DOTALL)
 _ARRAY_FILES = (".zarray", "zarr.json")
 _ARRAY = b"zarr.json"
-_KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # by the length of a key's data
+_KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # PRNG implementation by length of the key data
 
 
 class Parameter(NamedTuple):
-    """One entry of the tree: a leaf, or a container without leaves."""
+    """One entry of the tree: a leaf, or an empty container."""
 
-    path: Path  # its keys; int for places in lists and tuples
-    value_type: str  # Orbax's name of its kind: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
+    path: Path  # its keys; int for list and tuple indices
+    value_type: str  # Orbax value type: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
 
     @property
     def name(self) -> str:
-        """The name that Orbax stores it under; two parameters may have the same one."""
+        """The name under which Orbax stores the entry; not necessarily unique."""
         return ".".join(map(str, self.path))
 
 
 class TreeMetadata(NamedTuple):
-    """The content of ``_METADATA``."""
+    """The parsed content of a ``_METADATA`` file."""
 
-    parameters: list[Parameter]  # the entries of the tree, in the order of the file
-    use_zarr3: bool  # whether arrays are zarr version 3 instead of 2
+    parameters: list[Parameter]  # the entries of the tree, in file order
+    use_zarr3: bool  # whether arrays use zarr version 3 instead of 2
     complete: bool  # whether every chunk is stored, including those that hold only the fill value
-    uses_ocdbt: bool = False  # whether all arrays are in one database
+    uses_ocdbt: bool = False  # whether all arrays share one OCDBT database
 
 
 def read_tree(folder: Location) -> TreeMetadata:
@@ -104,14 +104,14 @@ def read_tree(folder: Location) -> TreeMetadata:
 
 
 def _member(value: Any, *names: str) -> Any:
-    """Return a member of nested JSON objects; None if one of them is missing or is no object."""
+    """Return a member of nested JSON objects; None if a level is missing or is not an object."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def _path(keys: Any, text: str) -> Path | None:
-    """Return the path of an entry from its list of keys, or from its name, the text of a tuple; None if invalid."""
+    """Parse the path of an entry from its key list, or else from its name (the repr of a tuple); None if invalid."""
     if keys is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             parsed = ast.literal_eval(text)
@@ -129,7 +129,7 @@ def _path(keys: Any, text: str) -> Path | None:
 
 
 def read_key_kinds(folder: Location) -> dict[str, str]:
-    """Return the implementations of typed PRNG keys by the names of their arrays."""
+    """Return the PRNG implementations of typed keys by array name."""
     entries = [entry for entry in (folder / ARRAYS_FOLDER).entries() if entry.name.startswith("process_")]
     kinds: dict[str, str] = {}
     for file in (entry.name for entry in entries if not entry.is_directory):
@@ -143,7 +143,7 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
 
 
 def read_shardings(folder: Location) -> dict[str, Details]:
-    """Return the readable shardings of arrays by name; they are only shown to users."""
+    """Return the array shardings that can be parsed, by array name; they are for display only."""
     shardings: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -168,10 +168,10 @@ def _sharding(fields: Any) -> Details | None:
 
 
 class OrbaxTree(OtherTree):
-    """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists."""
+    """An Orbax tree in a folder; namedtuples and custom nodes are read as dictionaries, tuples as lists."""
 
-    # ``bare``: a single array, which Orbax saves as a tree of one entry. ``processes``: the number of processes if each
-    # saved only its own parts on its own disk; the folder has the parts that were copied into it.
+    # ``bare``: a single array, which Orbax saves as a one-entry tree. ``processes``: the number of processes if each
+    # saved its own parts to its local disk; the folder contains the parts that were copied into it.
 
     def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location
@@ -194,7 +194,7 @@ class OrbaxTree(OtherTree):
             parameters = [parameters[0]._replace(path=())]
         self._names = {storage_name(p.path): p.name or (AGGREGATE_FILE if bare else "") for p in parameters}
         arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
-        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # Without arrays, Orbax makes no database.
+        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # a tree without arrays has no database
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
             self.tree, order = nested_tree([*((p.path, number) for number, p in enumerate(parameters)), *empties])
@@ -205,8 +205,8 @@ class OrbaxTree(OtherTree):
             has_strings = any(p.value_type == STRING for p in parameters)
             self._strings = read_optional(location / STRINGS_FILE) if has_strings else {}
             self.unreadable: dict[str, str] = {}
-            self._values: dict[str, Any] = {}  # of the leaves in the aggregate, by name
-            self._foreign: set[str] = set()  # unreadable leaves that only a handler of the program that saved can read
+            self._values: dict[str, Any] = {}  # values of the leaves in the aggregate file, by leaf name
+            self._foreign: set[str] = set()  # leaves that only a custom handler of the saving program can read
             self.leaves = [self._leaf(parameters[index]) for index in order]
         counts = Counter(self._names[storage_name(p.path)] for p in parameters if p.value_type not in _NO_ARRAYS)
         self._shared = {name for name, count in counts.items() if count > 1}
@@ -229,7 +229,7 @@ class OrbaxTree(OtherTree):
         return self._read_parts(parts, lambda _index, array: advance(array.nbytes))
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        """Leave out leaves that may be empty containers if the template does not have them."""
+        """Drop leaves that may be empty containers if the template has no such leaves."""
         kept = set(names)
         optional = {leaf.name for leaf in self.leaves if OPTIONAL in leaf.saved.details}
         return TreeSource.for_template(without_leaves(self, optional - kept), names)
@@ -257,7 +257,7 @@ class OrbaxTree(OtherTree):
     ) -> list[Problem]:
         wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
-        failed: dict[str, str] = {}  # why the array of a leaf cannot be opened or read, by leaf
+        failed: dict[str, str] = {}  # reason why an array cannot be opened or read, by leaf name
         for index, (leaf, box) in enumerate(parts):
             if leaf.name in self.unreadable:
                 failed[leaf.name] = self.unreadable[leaf.name]
@@ -342,14 +342,14 @@ class OrbaxTree(OtherTree):
         return SavedLeaf(name, self._saved(name, self._names[name], parameter.value_type))
 
     def _saved(self, name: str, stored: str, value_type: str) -> Saved:
-        """Describe a leaf by the value type of Orbax; one that cannot be read is listed as unreadable."""
+        """Describe a leaf by its Orbax value type; record it in ``unreadable`` if it cannot be read."""
         if value_type == NONE:
-            # Orbax writes empty namedtuples, such as the states of many optax transformations, in the same way.
+            # Orbax writes empty namedtuples, such as the states of many optax transformations, as None too.
             return Saved({"kind": "none", OPTIONAL: True})
         if value_type == WITHOUT_DATA:
             return Saved({"kind": PLACEHOLDER})
         if value_type == STRING:
-            # Orbax uses the name as a JSON pointer.
+            # Orbax interprets the name as a JSON pointer.
             text = _member(self._strings, *(key.replace("~1", "/").replace("~0", "~") for key in stored.split("/")))
             if isinstance(text, str):
                 return Saved({"kind": "str", "value": text})
@@ -379,7 +379,7 @@ class OrbaxTree(OtherTree):
 
 
 def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves and the empty containers of a tree with their paths."""
+    """Yield the leaves and empty containers of a tree, each with its path."""
     if type(value) not in _EMPTY_TYPES or not value:
         yield path, value
         return
@@ -388,21 +388,21 @@ def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _placeholder(value: Any) -> str | None:
-    """Return the name of a leaf that is stored elsewhere from its placeholder; None for any other value."""
+    """Return the leaf name in a placeholder, which stands for a leaf stored elsewhere; None for any other value."""
     match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else match[1]
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
-    if MANIFEST not in names or TREE in names:  # With a tree.json, it is an item of holdfast.
+    if MANIFEST not in names or TREE in names:  # a folder with a tree.json is an item of a holdfast checkpoint
         return None
     return SingleTree("TensorStore", location, ArrayFolder(location), total_bytes(location))
 
 
 class ArrayFolder(OrbaxTree):
-    """The arrays of a database that TensorStore wrote without Orbax, in one dictionary by their names."""
+    """The arrays of a database that TensorStore wrote without Orbax, as one dictionary by array name."""
 
-    for_template = OtherTree.for_template  # its leaves are in no containers
+    for_template = OtherTree.for_template  # a flat tree has no leaves that may be empty containers
 
     def _read_structure(self, decoded: Sequence[tuple[Path, Any]] | None, files: set[str]) -> TreeMetadata:
         with naming(self.location):

@@ -1,1 +1,1 @@
-"""Checkpoints of TensorFlow, read without TensorFlow."""
+"""Read TensorFlow checkpoints without TensorFlow."""

@@ -1,9 +1,9 @@
-"""Checkpoints that TensorFlow wrote, found by prefix, by file or by directory.
+"""Find TensorFlow checkpoints by prefix, file or directory.
 
 A checkpoint is named by its prefix, ``dir/ckpt-5``, as in TensorFlow, or by one of its files. TensorFlow records the
-newest one of a directory in the file ``checkpoint``: the message ``CheckpointState`` of
-``tensorflow/python/training/checkpoint_state.proto`` as text. The paths in it may be those of another machine: only
-their last part counts, as the name of a checkpoint in the same directory.
+newest checkpoint of a directory in the file ``checkpoint``: the message ``CheckpointState`` of
+``tensorflow/python/training/checkpoint_state.proto`` in text format. Its paths may come from another machine, so only
+the last component is used, as the name of a checkpoint in the same directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ....engine.storage import Entry, Location
 from .index import MAGIC
 from .tree import INDEX, BundleTree
 
-STATE = "checkpoint"  # name of the file in which TensorFlow lists the checkpoints of a directory
+STATE = "checkpoint"  # file in which TensorFlow lists the checkpoints of a directory
 _STATE_LIMIT = 64 << 20  # bytes
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,18})", re.DOTALL)
 _LINE = re.compile(
@@ -32,7 +32,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class CheckpointState(NamedTuple):
-    """The newest checkpoint of a directory, and the times of checkpoints in seconds since 1970-01-01 UTC."""
+    """The newest checkpoint of a directory, and checkpoint times in seconds since 1970-01-01 UTC."""
 
     newest: str | None = None
     times: Mapping[str, float] = {}
@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Return the numbered checkpoints with the prefix of the newest one, or with the most frequent prefix."""
+    """Return the checkpoints ``<name>-<number>`` by number, of the newest one or of the most common name."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -59,7 +59,7 @@ def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
 
 
 def read_state(directory: Location) -> CheckpointState:
-    """Read the state file of a directory; the result is empty if it is missing or cannot be read."""
+    """Read the state file of a directory; return an empty state if it is missing or unreadable."""
     file = directory / STATE
     try:
         text = file.read_bytes(limit=_STATE_LIMIT).decode("utf-8")
@@ -111,7 +111,7 @@ def _checkpoint(prefix: Location) -> SingleTree:
 
 
 def _prefix_of(name: str) -> str:
-    """Return the prefix of the checkpoint that a file belongs to, or "" for other file names."""
+    """Return the checkpoint prefix in the name of an index or data file, or "" for other file names."""
     match = _DATA.fullmatch(name)
     return match[1] if match else name.removesuffix(INDEX) if name.endswith(INDEX) else ""
 
@@ -146,7 +146,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _recognise_prefix(location: Location) -> SingleTree | None:
-    """Open a checkpoint by its prefix or by the path of one of its files."""
+    """Open a checkpoint given its prefix or the path of one of its files; None if there is none."""
     name, folder = location.name, location.parent
     prefix = _prefix_of(name) or ("" if location.exists() else name)
     if not prefix:
@@ -159,13 +159,13 @@ def _recognise_prefix(location: Location) -> SingleTree | None:
 
 
 def _newest(location: Location, names: frozenset[str], prefixes: list[str]) -> str | None:
-    """Return the checkpoint that TensorFlow recorded as the newest, if it exists."""
+    """Return the prefix that TensorFlow recorded as the newest checkpoint, or None if it does not exist."""
     newest = read_state(location).newest if prefixes and STATE in names else None
     return newest if newest in prefixes else None
 
 
 def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the names of the checkpoints in a directory, including damaged ones that have data files."""
+    """Return the checkpoint names in a directory, including damaged checkpoints that have data files."""
     names = list(names)
     with_data = {match[1] for name in names if (match := _DATA.fullmatch(name))}
     if wanted is None:
@@ -174,7 +174,7 @@ def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | No
 
 
 def ends_as_table(file: Location) -> bool:
-    """True if a file ends as the index of a checkpoint does."""
+    """True if a file ends with the magic number of a checkpoint index."""
     try:
         return last_bytes(file, len(MAGIC)) == MAGIC
     except StorageError:
@@ -182,13 +182,13 @@ def ends_as_table(file: Location) -> bool:
 
 
 _NOTES = b"model_checkpoint_path:"
-# The first entry of a V1 table: it shares nothing with a key before, has an empty key, and a value that begins with the
-# field 1, ``meta`` of a ``SavedTensorSlices`` in ``tensorflow/core/util/saved_tensor_slice.proto``.
+# The first entry of a V1 table: no shared key prefix, an empty key, and a value that begins with field 1, ``meta`` of a
+# ``SavedTensorSlices`` in ``tensorflow/core/util/saved_tensor_slice.proto``.
 _FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Refuse a checkpoint of TensorFlow before 0.12, "V1": a single table, or one for each shard."""
+    """Raise FormatVersionError for a "V1" checkpoint of TensorFlow before 0.12: a single table, or one per shard."""
     prefix = location
     try:
         if names:
@@ -197,7 +197,7 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                 return
             prefix = location / newest
         shard = re.compile(re.escape(prefix.name) + "-[0-9]{5,}-of-[0-9]{5,}")
-        # Object stores are not listed for the sake of this error.
+        # do not list an object store just for this error
         beside = prefix.parent.entries() if names or (prefix.is_local and not prefix.exists()) else ()
         shards = sorted(entry.name for entry in beside if shard.fullmatch(entry.name))
         for file in (prefix, *(prefix.parent / name for name in shards[:1])):
@@ -207,5 +207,5 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                     "which is not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that "
                     "writes the format with .index and .data files"
                 )
-    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError: it is no ordinary file.
+    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError: not a regular file
         return

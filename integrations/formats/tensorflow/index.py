@@ -1,13 +1,13 @@
-"""The index file of a TensorFlow checkpoint: a table of messages, one for each tensor. Pure: bytes in, entries out.
+"""Decode the index file of a TensorFlow checkpoint, a table of messages, one per tensor. Pure: bytes in, entries out.
 
-A message of protocol buffers is a sequence of fields, each a number with a wire type, then a value
+A protocol buffer message is a sequence of fields, each a tag (field number and wire type) and a value
 (https://protobuf.dev/programming-guides/encoding). The messages are ``BundleHeaderProto`` and ``BundleEntryProto`` of
 ``tensorflow/core/protobuf/tensor_bundle.proto``, and those of ``tensor_shape.proto``, ``tensor_slice.proto`` and
 ``versions.proto`` in ``tensorflow/core/framework``.
 
-The table is one of LevelDB (https://github.com/google/leveldb/blob/main/doc/table_format.md): blocks of entries, each
-with a checksum, a block that locates them, and a footer that locates that block. Old checkpoints compress blocks with
-snappy: the length of the content, then literals and copies of earlier bytes
+The table is a LevelDB table (https://github.com/google/leveldb/blob/main/doc/table_format.md): data blocks, each with a
+checksum, an index block that locates them, and a footer that locates the index block. Old checkpoints compress blocks
+with snappy: the uncompressed length, then literals and copies of earlier bytes
 (https://github.com/google/snappy/blob/main/format_description.txt).
 """
 
@@ -28,23 +28,23 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
 _LARGEST_FIELD = (1 << 29) - 1
 FOOTER_BYTES = 48
-MAGIC = bytes.fromhex("57fb808b247547db")  # the last bytes of a table
+MAGIC = bytes.fromhex("57fb808b247547db")  # magic number at the end of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
-_KEYS_AMPLIFICATION = 64  # maximum size of all keys, which share beginnings, relative to the file
-_KEYS_SMALL = 1 << 20  # bytes of keys that are always accepted
-_RATIO = 24  # maximum compression ratio: a copy of 64 bytes takes three
+_KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, relative to the file
+_KEYS_SMALL = 1 << 20  # bytes; a total key size that is always accepted
+_RATIO = 24  # maximum compression ratio: a copy of 64 bytes is encoded in three
 STRING, VARIANT = 7, 21
-_VERSION = 1  # the version of the format, in the header
+_VERSION = 1  # the supported format version
 _LARGEST = 1 << 62
 _ESCAPES = {0: b"\0\xff", 0xFF: b"\xff\0"}
-_MOST_AXES = 32  # axes of an array of numpy 1; TensorFlow's tensors may have up to 254
+_MOST_AXES = 32  # limit of numpy 1; TensorFlow tensors may have up to 254 axes
 
-Value = int | bytes  # the value of a field: a number without a sign, or bytes, which may be text or a message
+Value = int | bytes  # a field value: an unsigned integer, or bytes, which may be text or a nested message
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
-    """Yield the numbers and values of a message's fields in their order."""
+    """Yield the field numbers and values of a message, in order."""
     cursor = Cursor(message, "a message")
     while cursor.remaining:
         tag = cursor.varint()
@@ -72,7 +72,7 @@ def unsigned(value: Value) -> int:
 
 
 def signed(value: Value) -> int:
-    """Return a field as a signed integer of 64 bits."""
+    """Convert a field value to a signed 64-bit integer."""
     number = unsigned(value)
     return number - (1 << 64) if number >> 63 else number
 
@@ -90,12 +90,12 @@ def text(value: Value) -> str:
         raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
 
 
-_DTYPE_NAMES = (  # in the order of the enumeration ``DataType`` of types.proto, which begins at 1
+_DTYPE_NAMES = (  # in the order of the enum ``DataType`` in types.proto, which begins at 1
     *("float32", "float64", "int32", "uint8", "int16", "int8", "", "complex64", "int64", "bool"),
-    *("int8", "uint8", "int32", "bfloat16", "int16", "uint16"),  # quantised, except bfloat16: the scale is elsewhere
+    *("int8", "uint8", "int32", "bfloat16", "int16", "uint16"),  # quantised, except bfloat16; the scale is not stored
     *("uint16", "complex128", "float16", "", "", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"),
     *("float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"),
-    *("int4", "uint4", "int2", "uint2", "float4_e2m1fn"),  # with a byte for each element
+    *("int4", "uint4", "int2", "uint2", "float4_e2m1fn"),  # stored as one byte per element
 )
 _DTYPES: dict[int, DType] = {
     number: np.dtype(getattr(ml_dtypes, name, name)) for number, name in enumerate(_DTYPE_NAMES, 1) if name
@@ -103,19 +103,19 @@ _DTYPES: dict[int, DType] = {
 
 
 class BundleHeader(NamedTuple):
-    """The number of data files, and whether their numbers are big endian."""
+    """The number of data files, and whether their data is big endian."""
 
     shards: int
     big_endian: bool
 
 
 class BundleSlice(NamedTuple):
-    """A part of a tensor: for each axis the first index and the number of indexes, or None for all of the axis."""
+    """A slice of a tensor: a start and a length for each axis, or None for the whole axis."""
 
     extents: tuple[tuple[int, int] | None, ...]
 
     def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the index of its first element in a tensor of this shape, and its own shape."""
+        """Return the start index and the shape of the slice in a tensor of this shape."""
         if len(self.extents) != len(shape):
             raise DamagedCheckpointError(f"a slice has {len(self.extents)} axes, its tensor {len(shape)}")
         extents = [(0, size) if extent is None else extent for extent, size in zip(self.extents, shape, strict=True)]
@@ -127,19 +127,19 @@ class BundleSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BundleEntry:
-    """One tensor, or one slice of a tensor."""
+    """The index entry of one tensor, or of one slice of a tensor."""
 
-    kind: int  # TensorFlow's number for the type of its elements
+    kind: int  # element type, a TensorFlow DataType number
     shape: tuple[int, ...]
-    shard: int  # the number of the data file
-    offset: int  # its first byte there
-    size: int  # its size there in bytes
-    checksum: int  # the masked CRC-32C of its bytes
-    slices: tuple[BundleSlice, ...]  # the slices of a tensor that is stored in slices; else empty
+    shard: int  # index of the data file
+    offset: int  # byte offset in the data file
+    size: int  # bytes
+    checksum: int  # masked CRC-32C of the data
+    slices: tuple[BundleSlice, ...]  # the slices of a partitioned tensor; empty for others
 
     @property
     def dtype(self) -> DType | None:
-        """The type of its elements; None for text, variants and unknown types."""
+        """The element dtype; None for text, variants and unknown types."""
         return _DTYPES.get(self.kind)
 
     @property
@@ -174,7 +174,7 @@ def decode_entry(message: bytes, header: BundleHeader) -> BundleEntry:
 
 
 def slice_key(name: bytes, extents: BundleSlice) -> bytes:
-    """Return the key under which a slice is stored, in the encoding of ``core/lib/strings/ordered_code.cc``.
+    """Return the table key of a slice, in the encoding of ``core/lib/strings/ordered_code.cc``.
 
     >>> slice_key(b"w", BundleSlice(((64, 2), None))).hex()
     '007700010102c04082807f'
@@ -189,9 +189,9 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 
 def ordered(number: int) -> bytes:
-    """Encode a number with a sign as in the keys of slices: sorted as bytes, shorter for small numbers."""
+    """Encode a signed integer for a slice key: the bytes sort like the numbers, and small numbers are shorter."""
     length = (~number if number < 0 else number).bit_length() // 7 + 1
-    marks = ((1 << length) - 1) << (7 * length)  # leading ones, as many as there are bytes
+    marks = ((1 << length) - 1) << (7 * length)  # as many leading one bits as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
 
 
@@ -227,7 +227,7 @@ def _extent(message: bytes) -> tuple[int, int] | None:
 
 
 def uncompress(data: bytes) -> bytes:
-    """Decompress a stream of snappy."""
+    """Decompress a snappy block."""
     cursor = Cursor(data, "a compressed block")
     size = cursor.varint()
     if size > _RATIO * len(data):
@@ -248,7 +248,7 @@ def uncompress(data: bytes) -> bytes:
             if offset >= length:
                 begin = len(out) - offset
                 out += out[begin : begin + length]
-            else:  # the copy overlaps its own result
+            else:  # the copy overlaps its own output
                 out += (bytes(out[-offset:]) * (length // offset + 1))[:length]
         if len(out) > size:
             break
@@ -263,12 +263,12 @@ class _Handle(NamedTuple):
 
 
 def masked(crc: int) -> int:
-    """Return a checksum as it is stored: rotated, so that checksums of bytes with checksums stay strong."""
+    """Mask a CRC as it is stored: rotated, plus a constant, because a CRC of data that contains CRCs would be weak."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
-    """Read all entries of a table and verify every block of it."""
+    """Read all entries of a table, and verify the checksum of every block."""
     if len(content) < FOOTER_BYTES or not content.endswith(MAGIC):
         raise DamagedCheckpointError("it does not end as an index file does: it is cut off, or not an index file")
     end = len(content) - FOOTER_BYTES
@@ -306,7 +306,7 @@ def _handle(cursor: Cursor) -> _Handle:
 
 
 def _block(content: bytes, handle: _Handle, end: int) -> bytes:
-    """Return the content of a block; verify its checksum."""
+    """Verify the checksum of a block, and return its uncompressed content."""
     stop = handle.offset + handle.size
     if stop + _TRAILER_BYTES > end:
         raise DamagedCheckpointError(

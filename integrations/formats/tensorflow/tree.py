@@ -1,13 +1,13 @@
-"""The files of a TensorFlow checkpoint, and the values in them as a tree with the graph of their objects.
+"""Read the files of a TensorFlow checkpoint, and build a tree of its values with the object graph.
 
-The files are an index and data files beside it, in the format of ``tensorflow/core/util/tensor_bundle`` ("V2"). A
-checkpoint is named by a prefix, ``dir/ckpt-5``; its files are ``dir/ckpt-5.index`` and
-``dir/ckpt-5.data-00000-of-00001``, with a number for each data file.
+The files are an index and data files next to it, in the format of ``tensorflow/core/util/tensor_bundle`` ("V2"). A
+checkpoint is named by a prefix, ``dir/ckpt-5``; its files are ``dir/ckpt-5.index`` and numbered data files,
+``dir/ckpt-5.data-00000-of-00001``.
 
 The graph is the message ``TrackableObjectGraph`` of ``tensorflow/core/protobuf/trackable_object_graph.proto``. Values
-are called by the shortest path to their object: ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``, or, what an optimizer
-keeps, ``net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE``. In the name of an edge ``.`` is written
-``..`` and ``/`` is written ``.S``.
+are named by the shortest path to their object: ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``, or, for optimizer slots,
+``net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE``. In edge names, ``.`` is escaped as ``..`` and ``/``
+as ``.S``.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .index import (
     text,
 )
 
-MOST_LEAVES = 1 << 16  # maximum number of elements of a tensor that become leaves
+MOST_LEAVES = 1 << 16  # maximum number of elements of a string tensor that is split into leaves
 _CHECKSUM_BYTES = 4
-_PADDING = 4  # maximum size of an array whose elements are padded to the longest, relative to the text
-_SMALL = 1 << 20  # bytes of such an array that are always accepted
+_PADDING = 4  # maximum size of a bytes array padded to its longest element, relative to the text
+_SMALL = 1 << 20  # bytes; padded arrays up to about this size are always accepted
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
-    """Return text as one leaf; variants, and text that no bytes array of numpy can hold, become lists of leaves."""
+    """Return text as one leaf; variants, and text that a numpy bytes array cannot hold, become lists of leaves."""
     shape = entry.shape
     if not shape:
         return texts[0]
@@ -64,14 +64,14 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
 
 
 def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return text as an array of objects that are bytes."""
+    """Return text as an object array of bytes."""
     objects = np.empty(len(texts), object)
     objects[:] = texts
     return objects.reshape(shape)
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode a tensor of text: the lengths with a checksum, then the text."""
+    """Decode a string tensor: the lengths with a checksum, then the text; verify both checksums."""
     if not data and not entry.count:
         return []
     cursor = Cursor(data, "its text")
@@ -92,7 +92,7 @@ def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 
 def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode messages, each after its length and before a checksum of everything so far."""
+    """Decode serialized variants, each preceded by its length and followed by a running checksum."""
     cursor, crc = Cursor(data, "its text"), 0
     messages: list[bytes] = []
     for _ in range(entry.count):
@@ -110,11 +110,11 @@ def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 INDEX = ".index"
 _INDEX_LIMIT = 1 << 30  # bytes
-_SLICES = b"\0"  # the first byte of the keys of slices
+_SLICES = b"\0"  # first byte of slice keys
 
 
 class Bundle:
-    """A checkpoint whose index has been read; its tensors are the entries by name."""
+    """A checkpoint whose index has been read; ``tensors`` maps tensor names to index entries."""
 
     def __init__(self, prefix: Location) -> None:
         self.prefix = prefix
@@ -143,18 +143,18 @@ class Bundle:
         return f"{self.prefix.name}.data-{number:05d}-of-{self._header.shards:05d}"
 
     def array(self, name: str) -> StoredArray:
-        """Return a tensor of numbers without reading it."""
+        """Return a numeric tensor as a lazy array, without reading its data."""
         entry = self.tensors[name]
         if entry.dtype is None:
             raise UnsupportedLeafError(unknown_type(entry.kind))
         return StoredArray(entry.dtype, entry.shape, {"kind": "numpy"}, lambda: self._parts(name, entry))
 
     def is_text(self, name: str) -> bool:
-        """True if the elements of a tensor are bytes: text, or serialized messages."""
+        """True if the elements of a tensor are bytes: strings, or serialized variants."""
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
-        """Refuse text of more bytes than the files have, before it is read."""
+        """Reject string tensors that claim more bytes than the files have, before reading them."""
         texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
         files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
         sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
@@ -225,7 +225,7 @@ class Bundle:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """The sizes of the data files that exist, in bytes."""
+        """The sizes of the existing data files, in bytes."""
         folder = self.prefix.parent
         names = {self.data_file(entry.shard) for entry in (*self.tensors.values(), *self._slices.values())}
         entries = [entry for entry in folder.entries() if entry.name in names and not entry.is_directory]
@@ -242,22 +242,22 @@ def _check_bools(elements: NDArray[Any]) -> NDArray[Any]:
     return elements
 
 
-GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the name of the tensor that holds the graph
+GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # name of the tensor that holds the object graph
 ATTRIBUTES = ".ATTRIBUTES"
-VALUE = "VARIABLE_VALUE"  # the attribute of objects that are one value
-_SLOTS = "slots"  # the key above the slots of an optimizer, as in graphs that holdfast saves
-_SHARING = 16  # objects that may share a value; no more than two in practice
+VALUE = "VARIABLE_VALUE"  # attribute name of an object with a single value
+_SLOTS = "slots"  # parent key of optimizer slots, as in graphs saved by holdfast
+_SHARING = 16  # limit on objects that share a value, as an average; two in practice
 _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 
 @dataclass(slots=True)
 class ObjectNode:
-    """An object of the graph."""
+    """An object in the object graph."""
 
-    children: dict[str, int] = field(default_factory=dict)  # the numbers of the objects that it holds, by name
-    # Its values: the name of each, and the name of its tensor or the beginning of several names.
+    children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, by edge name
+    # Pairs of attribute name and tensor name; the latter may be a prefix shared by several tensors.
     attributes: list[tuple[str, str]] = field(default_factory=list)
-    # The slots of an optimizer: the variable's number, the name of the slot, the value's number.
+    # Optimizer slots: node index of the variable, slot name, node index of the slot's value.
     slots: list[tuple[int, str, int]] = field(default_factory=list)
 
 
@@ -273,7 +273,7 @@ def decode_objects(message: bytes) -> list[ObjectNode]:
 
 
 def object_path(key: str) -> tuple[str, ...]:
-    """Return the path of a value in a tree.
+    """Convert a tensor name of an object graph to the path of its leaf in the tree.
 
     >>> object_path("net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE")
     ('adam', 'slots', 'net', 'l1', 'kernel', 'm')
@@ -289,11 +289,11 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a graph as a document of holdfast; objects other than single values have an edge ``.ATTRIBUTES``."""
+    """Convert an object graph to a holdfast document; only single-value objects have no ``.ATTRIBUTES`` edge."""
     keys = sorted(names)
     documents: list[dict[str, Any]] = [{} for _ in nodes]
     owners: dict[str, int] = {}
-    same = list(range(len(nodes)))  # objects with the same value are one object
+    same = list(range(len(nodes)))  # canonical node index; objects with the same value are merged
     budget = _SHARING * (len(keys) + len(nodes))
     for number, node in enumerate(nodes):
         values = [(key, names[key]) for _, beginning in node.attributes for key in _matching(keys, beginning, budget)]
@@ -328,7 +328,7 @@ def _node(message: bytes) -> ObjectNode:
     for number, value in fields(message):
         if number not in (1, 2, 3):
             continue
-        parts = dict(fields(content(value)))  # The last one of repeated fields counts.
+        parts = dict(fields(content(value)))  # the last one of repeated fields wins
         if number == 1:
             node.children[text(parts.get(2, b""))] = signed(parts.get(1, 0))
         elif number == 2:
@@ -339,7 +339,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: the one with its name, or for a table all with this prefix."""
+    """Yield the tensors of an attribute: the exact name, or for a lookup table all names with this prefix."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
@@ -360,9 +360,9 @@ Path = tuple[str, ...]
 
 
 class BundleTree(StoredTree, NamedVariables):
-    """The values of a checkpoint, also by their names in TensorFlow, and the objects that they belonged to."""
+    """The values of a checkpoint as a tree and by their TensorFlow names, with the graph of their objects."""
 
-    variables: NamedVariables  # the tree itself
+    variables: NamedVariables  # refers to the tree itself
     _bundle: Bundle
     _objects: Sequence[ObjectNode] | None
     _tensor_names: Mapping[str, str]
@@ -418,7 +418,7 @@ class BundleTree(StoredTree, NamedVariables):
 
 
 def _objects(bundle: Bundle) -> list[ObjectNode] | None:
-    """Read the graph of objects, if the checkpoint has one."""
+    """Read the object graph; None if the checkpoint has none."""
     entry = bundle.tensors.get(GRAPH_KEY)
     if entry is None or not bundle.is_text(GRAPH_KEY) or entry.shape:
         return None
@@ -442,7 +442,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Arrange paths so that no value is below another: TensorFlow 1 calls the slot ``Adam`` of ``w`` ``w/Adam``."""
+    """Change paths so that no value is below another: TensorFlow 1 names the slot ``Adam`` of ``w`` ``w/Adam``."""
     values = set(paths.values())
     arranged = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(arranged.values())
@@ -453,7 +453,7 @@ def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _beside(path: Path, values: Collection[Path]) -> Path:
-    """Return a path that does not lead through a value: the keys from the value on become one."""
+    """Return a path that does not pass through a value: from the value on, join the keys to one."""
     for length in range(1, min(len(path), MAX_DEPTH)):
         if path[:length] in values:
             return (*path[: length - 1], "/".join(path[length - 1 :]))

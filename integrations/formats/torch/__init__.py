@@ -1,1 +1,1 @@
-"""Files of torch: torch.save, torch.distributed.checkpoint and Lightning, read without running code."""
+"""Read torch.save, torch.distributed.checkpoint and Lightning files without executing code from them."""

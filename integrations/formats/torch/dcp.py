@@ -1,11 +1,11 @@
-"""Folders of torch.distributed.checkpoint: ``.metadata`` and ``*.distcp`` files, read without torch, written with it.
+"""torch.distributed.checkpoint folders: ``.metadata`` and ``*.distcp`` files, read without torch, written with it.
 
-``.metadata`` is a pickle of dataclasses of ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only their
-names and attributes are read, nothing is imported. Nested keys are restored if the metadata have their paths, which the
-default planner writes; otherwise, the whole name of an entry is one key.
+``.metadata`` is a pickle of dataclasses from ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only class
+names and attributes are read, nothing is imported. Nested keys are restored if the metadata contain their paths, which
+the default planner writes; otherwise, the whole name of an entry is one key.
 
-Processes that saved without agreeing on a plan (``use_collectives=False``) each wrote ``__<rank>.metadata``, and a copy
-of what all of them had. Together, their parts form the tree, and copies must be equal.
+Processes that saved without a common plan (``use_collectives=False``) each wrote ``__<rank>.metadata``, and each its
+own copy of replicated entries. Together, their parts form the tree, and copies must be equal.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _METADATA_LIMIT = 1 << 30  # bytes
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
-# Torch's extension ZStandard, in any version that is compatible with 1.
+# torch's ZStandard extension, any 1.x version
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
-_FRAMES = 8  # zstd frames of an entry: one, and empty ones that a flush adds
+_FRAMES = 8  # maximum number of zstd frames per entry: one, and empty ones added by flushes
 _RATIO = 1 << 16  # maximum compression ratio
-_ARCHIVE = 1 << 20  # bytes of an archive of one tensor, without the elements
+_ARCHIVE = 1 << 20  # bytes; maximum overhead of a single-tensor archive
 
 Ints = tuple[int, ...]
 
 
 class Extent(NamedTuple):
-    """The bytes of a file that hold one object."""
+    """The byte range of one object in a file."""
 
     file: str
     offset: int
@@ -78,16 +78,16 @@ class Extent(NamedTuple):
     is_compressed: bool
 
 
-# By the name of an entry and the index of the first element of a part; None for an object that is no tensor.
+# Extents by entry name and start index of the part; the start is None for objects other than tensors.
 Places = Mapping[tuple[str, Ints | None], Extent]
 
 
 class _Tensor(NamedTuple):
-    """A tensor as one file of metadata describes it."""
+    """A tensor as described by one metadata file."""
 
     shape: Ints
     dtype: TorchDType
-    parts: Mapping[tuple[Ints, Ints], Extent]  # by their first indices and shapes
+    parts: Mapping[tuple[Ints, Ints], Extent]  # by start index and shape
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
@@ -111,7 +111,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 def _files_of_ranks(location: Location, names: frozenset[str]) -> list[str]:
-    """Return the metadata files of all processes in order; raise DamagedCheckpointError if one is missing."""
+    """Return the metadata files of all ranks, in rank order; raise DamagedCheckpointError if one is missing."""
     ranks = {int(match[1]): name for name in names if (match := _OF_RANK.fullmatch(name)) is not None}
     missing = next(rank for rank in itertools.count() if rank not in ranks)
     if missing < len(ranks):
@@ -123,7 +123,7 @@ def _files_of_ranks(location: Location, names: frozenset[str]) -> list[str]:
 
 
 class _Folder:
-    """The data files of a folder, some of them open."""
+    """The data files of a folder, with a cache of open ones."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -132,7 +132,7 @@ class _Folder:
         self.is_compressed = False
 
     def tree(self, contents: Mapping[str, bytes]) -> Any:
-        """Return the tree that files of metadata describe."""
+        """Build the tree that the metadata files describe."""
         paths: dict[str, Path] = {}
         entries: dict[str, list[_Tensor | Extent]] = {}
         for file, content in contents.items():
@@ -147,7 +147,7 @@ class _Folder:
             return nested(leaves, root_is_dict=True)
 
     def _value(self, name: str, entries: Sequence[_Tensor | Extent]) -> Any:
-        """Return the value of an entry: an unread tensor, or another object."""
+        """Return the value of an entry: a lazy tensor, or another object."""
         tensors = [entry for entry in entries if isinstance(entry, _Tensor)]
         objects = [entry for entry in entries if not isinstance(entry, _Tensor)]
         if tensors and not objects and all(entry[:2] == tensors[0][:2] for entry in tensors):
@@ -184,7 +184,7 @@ class _Folder:
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
     def _part(self, name: str, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-        """Find a tensor in the file at an extent: an archive, or a safetensors file that several tensors share."""
+        """Find a tensor at an extent, which is a torch archive or a safetensors file that several tensors share."""
         if extent.is_compressed:
             return self._compressed_part(name, extent, dtype, shape)
         tensors = self._headers.get((extent.file, extent.offset))
@@ -221,7 +221,7 @@ class _Folder:
         return self._whole(extent).read(extent.offset, extent.length)
 
     def _checksums(self, extent: Extent) -> Any:
-        """Return checksums of the content of an extent, which are equal for copies."""
+        """Return checksums of the content of an extent, for comparing copies."""
         if not extent.is_compressed and (extent.file, extent.offset) not in self._headers:
             records = self._archive(extent).records
             data = {name: record[1:] for name, record in records.items() if name.startswith("data")}
@@ -230,7 +230,7 @@ class _Folder:
         return zlib.crc32(self._bytes(extent).data)
 
     def _whole(self, extent: Extent) -> DataReader:
-        """Open the file of an extent; raise DamagedCheckpointError if it is too short."""
+        """Open the file that contains an extent; raise DamagedCheckpointError if it is truncated."""
         reader = self._reader(extent.file)
         if extent.offset + extent.length > reader.size:
             raise DamagedCheckpointError(
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name, the path, and the tensor or the extent of another object, for every entry."""
+    """Return for every entry its name, its path, and its tensor, or its extent if it is another object."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
@@ -279,22 +279,22 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(chunks, list):
         raise DamagedCheckpointError(f"entry {shown(name)} has no list of parts")
-    parts: dict[Ints, tuple[Ints, Extent]] = {}  # by the first index: the shape and the extent
+    parts: dict[Ints, tuple[Ints, Extent]] = {}  # shape and extent by start index
     for chunk in chunks:
         described = _attributes(chunk, "ChunkStorageMetadata")
         start, size = sizes(described.get("offsets")), sizes(described.get("sizes"))
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
-            continue  # processes without elements of the tensor may all name the same extent
-        if start in parts:  # a pickle repeats a part in two bytes, and each would be read from its file
+            continue  # all processes with an empty shard may refer to the same extent
+        if start in parts:  # a small pickle could repeat a part very often, and each would be read from its file
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
     return _Tensor(shape, named_dtype(dtype), {(start, size): extent for start, (size, extent) in parts.items()})
 
 
 def _checked(name: str, stored: Any, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-    """Return the part of the file with the tensor of an extent; its dtype and shape must be those in the metadata."""
+    """Return the part that holds a tensor, after checking that its dtype and shape match the metadata."""
     if not isinstance(stored, StoredArray):
         raise DamagedCheckpointError(f"{extent.file} does not hold the tensor {name!r:.200}")
     part = stored.whole()
@@ -310,7 +310,7 @@ def _bytes_of(part: StoredPart, content: bytes) -> Bytes:
 
 
 def _in_memory(value: Any, content: bytes) -> Any:
-    """Read the tensors in an object whose file is in memory."""
+    """Replace the lazy tensors in an object by arrays over the decompressed content."""
     if isinstance(value, StoredArray):
         part = value.whole()
         return part.array(_bytes_of(part, content))
@@ -373,15 +373,15 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
 
 # ---- folders written by torch, and read back to verify them
 #
-# The plan is made of tensors without memory, and the planner reads an array when torch asks for its data. Torch keeps
-# the arrays of a file until it has written all of it, so only a small tree becomes one file. In a large tree, each
-# array has its own file: then, at most two arrays are in memory.
+# The save plan is made of tensors without memory, and the planner reads an array when torch asks for its data. torch
+# keeps the arrays of a file until the whole file is written, so only a small tree becomes a single file. In a large
+# tree, each array gets its own file, so that at most two arrays are in memory.
 
-_ONE_FILE = 256 << 20  # bytes of the arrays of one file, at most
+_ONE_FILE = 256 << 20  # bytes; maximum size of a tree that is written as a single file
 
 
 def export_dcp(source: TreeSource, destination: Location) -> None:
-    """Write a tree with ``torch.distributed.checkpoint.save``, in this process alone; it appears when it is whole."""
+    """Write a tree with ``torch.distributed.checkpoint.save``, in this process alone: atomic and verified."""
     if destination.exists():
         raise CheckpointExistsError(f"{destination} exists already; choose another destination")
     if not destination.is_local:
@@ -419,11 +419,11 @@ def export_dcp(source: TreeSource, destination: Location) -> None:
         is_small = sum(leaf.nbytes for leaf in source.leaves) <= _ONE_FILE
         writer = library.FileSystemWriter(partial.path, single_file_per_rank=is_small, per_thread_copy_ahead=0)
         try:
-            with warnings.catch_warnings(action="ignore"):  # torch warns that it saves without other processes
+            with warnings.catch_warnings(action="ignore"):  # torch warns about single-process saves
                 library.save(tree, storage_writer=writer, planner=Planner(), **options)
         except library.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            # Closing torch's archive hides the error of the file.
+            # closing torch's archive masks the original I/O error
             raise (cause.__context__ if isinstance(cause.__context__, OSError) else cause) from error
         written = recognise(partial, frozenset(entry.name for entry in partial.entries()))
         problems = ["it is not recognised"] if written is None else list(map(str, written.source.verify()))

@@ -1,11 +1,11 @@
-"""Files of ``torch.save``, such as Lightning's ``.ckpt``: written with torch, read without torch or running anything.
+"""``torch.save`` files, such as Lightning's ``.ckpt``: written with torch, read without torch or executing any code.
 
 They are zip archives of uncompressed records, one for the pickle (``data.pkl``) and one for each storage
-(``data/0``, ...), below a folder whose name does not matter (``torch.serialization`` describes them).
+(``data/0``, ...), in a folder of arbitrary name (see ``torch.serialization``).
 
-Containers come back as they are, tensors as arrays; a module's state dict keeps its keys, such as ``layers.0.weight``,
-whole. Objects of other classes could only be made by running their code. In a Lightning checkpoint they are left out,
-and named, outside of the weights and the states of the optimizers; anywhere else, loading them is an error.
+Containers keep their types, and tensors become arrays; the keys of a state dict, such as ``layers.0.weight``, are not
+split. Objects of other classes could only be created by running their code. In a Lightning checkpoint they are left
+out, and reported, outside of the weights and the optimizer states; anywhere else, loading them is an error.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from .pickles import Inert, Name, shown, unpickle
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_NEEDED = ("state_dict", "optimizer_states")  # the members of a Lightning checkpoint that are never pruned
-_VISITS = 200_000  # nodes of a tree, plus one for each byte of its pickle: shared containers count each time
+_NEEDED = ("state_dict", "optimizer_states")  # members of a Lightning checkpoint that are never pruned
+_VISITS = 200_000  # limit on visited tree nodes, plus one per byte of the pickle; a shared container counts each time
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes that a small read fetches, because the next one is likely to be near
+_BLOCK = 256 << 10  # bytes; read-ahead of small reads, because the next one is likely to be close by
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
-    """The file does not begin like an archive."""
+    """The file does not begin with the zip magic number."""
 
 
 class TorchArchive:
-    """An archive; its records have offsets in the file, in which the archive begins at ``offset``."""
+    """A torch.save archive that begins at ``offset`` of a larger file; record offsets are relative to that file."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -78,7 +78,7 @@ class TorchArchive:
             raise DamagedCheckpointError("its records claim more bytes than the archive has")
         if any(member.filename.endswith("/constants.pkl") or "/code/" in member.filename for member in members):
             raise DamagedCheckpointError("it is a TorchScript archive, which holds code; save its state_dict() instead")
-        self.records: dict[str, Record] = {}  # by their names, without the folder
+        self.records: dict[str, Record] = {}  # by name without the folder
         for info in members:
             _, _, name = info.filename.partition("/")
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
@@ -106,7 +106,7 @@ class TorchArchive:
         return content
 
     def _record(self, file: BinaryIO, info: zipfile.ZipInfo) -> Record:
-        """Locate the bytes of a record, which follow a header of variable length."""
+        """Locate the data of a record, which follows a local header of variable length."""
         file.seek(max(0, info.header_offset))
         header = file.read(_LOCAL_HEADER.size)
         if info.header_offset < 0 or len(header) < _LOCAL_HEADER.size or not header.startswith(ZIP_MAGIC):
@@ -115,11 +115,11 @@ class TorchArchive:
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         if begin + info.file_size > self._size:
             raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
-        # a writer that computes no checksums leaves a zero
+        # writers that compute no checksums store zero
         return Record(self._offset + begin, info.file_size, info.CRC or None)
 
     def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
-        """Verify the checksums of all records; yield the names of damaged ones, each with the reason."""
+        """Verify the checksums of all records; yield the name of each damaged record with the reason."""
         for name, record in self.records.items():
             checksum = 0
             try:
@@ -134,7 +134,7 @@ class TorchArchive:
 
 
 class _Extent(io.RawIOBase):
-    """An extent of a file, readable as a file."""
+    """A file object over a byte range of a file."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
         self._reader = reader
@@ -163,7 +163,7 @@ class _Extent(io.RawIOBase):
 
 
 def opened(reader: DataReader, offset: int, size: int) -> BinaryIO:
-    """Open an extent of a file as a Python file; small reads fetch a whole block."""
+    """Open a byte range of a file as a buffered file object; small reads fetch a whole block."""
     if offset + size > reader.size:
         raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
     if size <= _BLOCK:
@@ -201,11 +201,11 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 _STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOTALL)
-_DISTRIBUTED = ".metadata"  # name of the file in the directory that several processes saved as one ``.ckpt``
+_DISTRIBUTED = ".metadata"  # file that identifies a ``.ckpt`` directory saved by several processes
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the ``.ckpt`` files of a Lightning run, by the step in the name or in the file."""
+    """Find the ``.ckpt`` files of a Lightning run by step, which is taken from the file name or else from the file."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
@@ -218,27 +218,27 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
             begin = first_bytes(file, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # the step of a damaged file is unknown
+            with contextlib.suppress(DamagedCheckpointError):  # skip damaged files, as their step is unknown
                 checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
-            # A name with the step wins over `last.ckpt`; Lightning adds `-v1` to a name that is taken.
+            # a name with the step takes precedence over `last.ckpt`; Lightning appends `-v1` if a name is taken
             candidate = (match is not None, len(entry.name), entry.name)
             files[step] = max(candidate, files.get(step, candidate))
     return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in files.items()})
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:
-    """Read the object of an archive: containers of :class:`StoredArray`, plain values, and inert objects."""
+    """Unpickle the object of an archive: containers of :class:`StoredArray`, plain values and inert objects."""
     return unpickle(archive.pickle, BUILDERS, storage_finder(archive.records, file, archive.byte_order))
 
 
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data by `Unreadable`, or leave them out if only ``needed`` members must be complete.
+    """Replace objects that are not data with `Unreadable`; if ``needed`` is given, remove them from all other members.
 
-    With ``none``, None is allowed as a key, as in a dictionary that is never stored as a tree.
+    With ``none``, None is allowed as a dictionary key, for dictionaries that are never stored as a tree.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
@@ -257,8 +257,8 @@ def without_objects(
 @dataclass
 class _Walk:
     left_out: list[str]
-    visits: int  # how many nodes may still be visited
-    none: bool  # whether None is a key
+    visits: int  # remaining budget of nodes to visit
+    none: bool  # whether None is allowed as a dictionary key
 
     def visit(self, value: Any, path: str, depth: int) -> Any:
         self.visits -= 1
@@ -283,7 +283,7 @@ class _Walk:
         return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
     def prune(self, value: Any, path: str) -> Any:
-        """Leave out objects in dictionaries, and sequences that hold objects."""
+        """Remove objects from dictionaries, and remove whole sequences that contain objects."""
         if isinstance(value, Unreadable):
             self.left_out.append(f"{path.lstrip('/')} ({value.what})")
             return _GONE
@@ -311,13 +311,13 @@ def _leaf(value: Any) -> Any:
             named_dtype(value)
         except DamagedCheckpointError:
             return Unreadable(f"the class or function {value}")
-        return str(value)  # It is a dtype.
+        return str(value)  # a torch dtype, as text
     name = str(value.name) if isinstance(value, Inert) else type(value).__name__.lower().lstrip("_")
     return Unreadable(f"an object of {name}")
 
 
 def export_torch(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
-    """Write a tree with ``torch.save``, atomically and durably; all of it is in memory meanwhile."""
+    """Write a tree with ``torch.save``, atomically and durably; the whole tree is held in memory."""
     check_destination(destination, overwrite=overwrite)
     try:
         import torch
@@ -332,7 +332,7 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
     with replacing(destination) as partial, os_errors(str(destination), "write"), open(partial, "xb") as file:
         try:
             torch.save(tree, file)
-        except RuntimeError as error:  # Closing torch's archive hides the error of the file.
+        except RuntimeError as error:  # closing torch's archive masks the original I/O error
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -341,7 +341,7 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
 
 
 def templates(source: TreeSource) -> list[Any]:
-    """Return a tensor without memory for every array, and ``...`` for every other leaf."""
+    """Return a placeholder tensor without memory for every array, and ``...`` for every other leaf."""
     tensors: list[Any] = []
     problems = []
     for leaf in source.leaves:
@@ -356,11 +356,11 @@ def templates(source: TreeSource) -> list[Any]:
 
 
 def plain(torch: Any, value: Any) -> Any:
-    """Replace what ``weights_only`` refuses: dictionaries with factories, deques, arrays and scalars of numpy."""
+    """Replace what ``weights_only`` rejects: defaultdicts, deques, numpy arrays and numpy scalars."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)  # The data of random keys is an array of numpy.
+        return torch.from_numpy(value)  # the data of PRNG keys is a numpy array
     if isinstance(value, np.generic):
-        return value.item()  # A packed sequence holds numpy's scalars.
+        return value.item()  # packed sequences contain numpy scalars
     if isinstance(value, dict):
         container: Any = dict if isinstance(value, defaultdict) else type(value)
         return container({key: plain(torch, item) for key, item in value.items()})

@@ -1,6 +1,6 @@
-"""The objects in pickles of torch: tensors over storages, and the few other classes that are data.
+"""Build the objects in torch pickles: tensors over storages, and the few other classes that are plain data.
 
-The functions in such pickles mean what `torch._utils` and `torch._weights_only_unpickler` define.
+The builders follow the definitions in `torch._utils` and `torch._weights_only_unpickler`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .pickles import Builder, Inert, Name, Stateful, shown
 ByteOrder = Literal["<", ">"]
 _LARGEST = 1 << 62
 _AXES = 64
-# Names of dtypes; the last ones are packed elements, which are read as bytes.
+# Supported dtype names; the last line lists quantized and packed dtypes, which are read as bytes.
 _DTYPES = COMMON_DTYPES | {
     *("complex32", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -48,7 +48,7 @@ _STORAGES = {
 
 
 def named_dtype(dtype: object) -> TorchDType:
-    """Return the dtype of torch that a pickle names."""
+    """Return the torch dtype that a pickle refers to by name."""
     name = dtype.attribute if isinstance(dtype, Name) and dtype.module == "torch" else ""
     if name in _DTYPES:
         return torch_dtype(name)
@@ -56,7 +56,7 @@ def named_dtype(dtype: object) -> TorchDType:
 
 
 class Record(NamedTuple):
-    """One record of an archive: its offset in the file, its number of bytes, and its checksum if it has one."""
+    """One record of an archive: its offset in the file, its length in bytes, and its CRC-32 if it has one."""
 
     offset: int
     length: int
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A contiguous block of memory that tensors are views of."""
+    """A torch storage: a contiguous block of memory, which tensors are views of."""
 
     record: Record
     file: str
@@ -83,7 +83,7 @@ class Storage:
         *,
         elements: TorchDType | None = None,
     ) -> StoredArray:
-        """Return a tensor that is a view of this storage, after checking all numbers."""
+        """Return a tensor as a view of this storage, after checking offset, shape and strides."""
         elements = elements or self.elements
         shape, strides = sizes(size), sizes(stride)
         if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset <= _LARGEST:
@@ -118,7 +118,7 @@ class Storage:
 
 
 def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrder) -> Callable[[Any], Storage]:
-    """Return the function that finds the storages to which a pickle refers."""
+    """Return the function that resolves the persistent ids of a pickle to storages."""
 
     def find(identity: Any) -> Storage:
         if type(identity) is not tuple or len(identity) < 5 or identity[0] != "storage":
@@ -153,7 +153,7 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """Return the function that converts elements stored conjugated or negated, or None."""
+    """Return the function that undoes torch's lazy conjugation or negation; None if neither bit is set."""
     marks = metadata if isinstance(metadata, dict) else {}
     conjugate, negate = marks.get("conj") is True, marks.get("neg") is True
     if not conjugate and not negate:
@@ -167,7 +167,7 @@ def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
 
 
 class _Array(Stateful):
-    """A numpy array in a pickle: created empty, filled by ``BUILD``."""
+    """A numpy array in a pickle: created empty, then filled by the opcode ``BUILD``."""
 
     def __init__(self, *_: Any) -> None:
         self.value: NDArray[Any] | Unreadable | None = None
@@ -186,7 +186,7 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """A numpy dtype in a pickle: of numbers, also those of ml_dtypes, text or bytes; None for what is not read."""
+    """A numpy dtype in a pickle: numbers (including ml_dtypes), text or bytes; ``value`` is None if unsupported."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.value: Any = None
@@ -219,7 +219,7 @@ def _encode(text: Any, encoding: Any = None) -> bytes:
 
 
 def plain_array(value: Any) -> Any:
-    """Return the numpy array that a pickle described, or any other value itself."""
+    """Return the numpy array built from a pickle; return any other value unchanged."""
     if isinstance(value, _Array):
         if value.value is None:
             raise DamagedCheckpointError("an array of numpy has no elements")
@@ -238,7 +238,7 @@ def _device(device_type: Any, index: Any = None) -> str:
 
 
 def _typed(function: Any, tensor_type: Any, arguments: Any, state: Any) -> Any:
-    """A tensor with attributes: plain tensor types lose them, other types stay inert."""
+    """Build a tensor with attributes: plain tensor types lose the attributes, other types become inert objects."""
     builder = BUILDERS.get(function) if isinstance(function, Name) else None
     if builder is None or tensor_type not in _TENSOR_TYPES:
         return Inert(tensor_type if isinstance(tensor_type, Name) else Name("torch", "Tensor"), (arguments, state))

@@ -1,10 +1,10 @@
-"""Pickles read without running anything: the classes and functions that they name stay names.
+"""Read pickles without executing code: the classes and functions that they refer to are not imported.
 
 A pickle is a program for a small stack machine. This one interprets the opcodes that build data, and imports nothing:
-a name (``GLOBAL``) is a :class:`Name`, and calling one makes an :class:`Inert` object that only records the call,
-unless the caller gives a function for that name. So a hostile pickle can, at worst, describe odd data.
+a name (``GLOBAL``) becomes a :class:`Name`, and calling it creates an :class:`Inert` object that only records the call,
+unless the caller gives a builder for that name. So a hostile pickle can, at worst, describe odd data.
 
-:mod:`pickletools` describes the opcodes of protocols 2 to 5 and decodes their arguments, without running anything.
+:mod:`pickletools` describes the opcodes of protocols 2 to 5 and decodes their arguments, without executing anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....engine.errors import DamagedCheckpointError
 
 
 class Name(NamedTuple):
-    """A class or function to which a pickle refers: its module and qualified name."""
+    """A reference to a class or function in a pickle: its module and qualified name."""
 
     module: str
     attribute: str
@@ -31,46 +31,46 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inert:
-    """A call that a pickle asks for, and that the interpreter does not make."""
+    """A record of a call in a pickle, which the interpreter does not execute."""
 
     name: Name
     arguments: tuple[Any, ...]
-    state: Any = None  # the state that ``BUILD`` adds: usually the dictionary of attributes
+    state: Any = None  # state set by the opcode ``BUILD``, usually the attribute dictionary
 
 
 class Stateful(abc.ABC):
-    """Base of objects of builders that take the state of ``BUILD``."""
+    """Base class of objects made by builders that accept a state from the opcode ``BUILD``."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
-        """Take the state, which must not be trusted; may raise ValueError."""
+        """Set the state, which is untrusted; may raise ValueError."""
 
 
 def shown(value: Any) -> str:
-    """Format a value of a pickle for messages; never the content of a container, which may be endless."""
+    """Format a pickled value for error messages; never the contents of a container, which may be huge or cyclic."""
     if type(value) is str or value is None or (type(value) is int and abs(value) < 1 << 63):
         return f"{value!r:.100}"
     return str(value)[:100] if isinstance(value, Name) else f"a {type(value).__name__}"
 
 
-_LONGEST_INT = 1 << 23  # bits; Python turns longer ones into text for minutes
+_LONGEST_INT = 1 << 23  # bits; converting longer integers to text takes Python minutes
 
 Builder = Callable[..., Any]
 """Makes the object of a name from untrusted arguments; ValueError, TypeError and the like become
 DamagedCheckpointError."""
 
-_MARK = object()  # the start of a group of values on the stack
+_MARK = object()  # stack marker at the start of a group of values
 
 
 def unpickle(
     data: bytes | memoryview, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return the object of a pickle; ``persistent`` finds the objects outside of it by their identities."""
+    """Return the object of a pickle; ``persistent`` resolves the persistent ids of objects outside the pickle."""
     machine = _Machine(builders, persistent)
     content, push = io.BytesIO(data), machine.stack.append
     try:
         for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name in _PUSHED:  # Most opcodes are these: a look-up and a call for each would take longer.
+            if opcode.name in _PUSHED:  # fast path for the most frequent opcodes
                 push(argument)
             elif (action := _ACTIONS.get(opcode.name)) is not None:
                 action(machine, argument)
@@ -79,13 +79,13 @@ def unpickle(
         return machine.pop()
     except DamagedCheckpointError:
         raise
-    # A name with a backslash is worth a warning to pickletools, which a program may turn into an error.
+    # Warning: pickletools warns about names with backslashes, and a program may turn warnings into errors
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, Warning) as error:
         raise DamagedCheckpointError(f"the pickle is damaged at byte {content.tell()}: {error}") from error
 
 
 class _Machine:
-    """The stack, the memo, and the operations of the opcodes."""
+    """The pickle stack machine: its stack, its memo, and the operations of the opcodes."""
 
     def __init__(self, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None) -> None:
         self.stack: list[Any] = []
@@ -137,7 +137,7 @@ class _Machine:
     def name(self, module: Any, attribute: Any) -> None:
         if type(module) is not str or type(attribute) is not str:
             raise ValueError("a name in it is not text")
-        # Protocol 2, which torch writes, calls this module as Python 2 did.
+        # protocol 2, which torch writes, uses the Python 2 name of this module
         self.stack.append(Name("builtins" if module == "__builtin__" else module, attribute))
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> None:
@@ -145,7 +145,7 @@ class _Machine:
             raise ValueError("it calls something that is not a name")
         if keywords:
             arguments = (*arguments, keywords)
-        if isinstance(function, Inert):  # a class or function that is pickled as code
+        if isinstance(function, Inert):  # a class or function that is itself the result of an unexecuted call
             self.stack.append(Inert(function.name, arguments))
         else:
             builder = self.builders.get(function)
@@ -185,7 +185,7 @@ class _Machine:
         self.update(items)
 
     def key(self, value: Any) -> Any:
-        # Hashing tuples of shared tuples would not end, and deep ones would overflow the interpreter's stack.
+        # hashing nested shared tuples takes exponential time, and deep ones would overflow the interpreter's stack
         inner = value if type(value) is tuple else (value,)
         if any(isinstance(item, tuple | frozenset) and type(item) is not Name for item in inner):
             raise ValueError("it has a key, or an element of a set, that is a container of containers")
@@ -197,15 +197,15 @@ class _Machine:
             target.set_state(state)
         elif isinstance(target, Inert):
             target.state = state
-        elif not isinstance(target, dict):  # A dictionary is its entries; attributes of its class do not matter.
+        elif not isinstance(target, dict):  # ignore the attributes of dictionary subclasses
             raise ValueError(f"it sets the state of a {type(target).__name__}")
 
 
-# Opcodes that push their argument.
+# Opcodes that only push their argument.
 _PUSHED = frozenset({"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}) | {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 }
-# The operations of the other opcodes on their arguments; the STOP at the end leaves its value on the stack.
+# Actions of the other opcodes, called with the argument; STOP at the end leaves the result on the stack.
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda *_: None),
     **dict.fromkeys(("LONG1", "LONG4"), _Machine.integer),
