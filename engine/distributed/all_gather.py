@@ -1,6 +1,6 @@
 """All-gathers of bytes within teams of processes, through the collective operations of torch or JAX.
 
-These are the only collective operations of this package. Restores use them in the program's thread, after all
+These are the only collective operations in this package. Restores use them in the program's thread, after all
 processes have agreed to begin, so that no process enters one alone. Each has a deadline.
 """
 
@@ -41,7 +41,7 @@ class Transport(Protocol):
 
 
 def transport_of(coordinator: Coordinator) -> Transport | None:
-    """Return the transport of a coordinator's processes; None if they have no collective operations."""
+    """Return the transport for a coordinator's processes; None if they have no collective operations."""
     if isinstance(coordinator, JaxCoordinator):
         return JaxTransport()
     if isinstance(coordinator, TorchCoordinator) and sys.modules["torch.distributed"].is_gloo_available():
@@ -95,7 +95,7 @@ class JaxTransport:
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # may differ until the program uses its devices
+        if jax.process_index() != index:  # the two may differ until the program uses its devices
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
@@ -117,4 +117,4 @@ class JaxTransport:
         return all_gather
 
     def close(self) -> None:
-        """A no-op: nothing stays open."""
+        """A no-op, because nothing stays open."""

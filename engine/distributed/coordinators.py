@@ -19,10 +19,10 @@ from .torch_store import TorchCoordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # timeout in seconds for a store that did not answer the last call, and for ending a wait
+_SECOND_CHANCE = 1.0  # timeout in seconds for a store that has not answered the last call, and for ending a wait
 SHARE = 8  # largest divisor by which the timeout of a later wait is reduced
 
-_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store did not answer the last call
+_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store has not answered the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class Coordinator(Protocol):
         Args:
             key: The key.
             timeout: Maximum time to wait, in seconds.
-            waited: How long the caller has already waited for this value, in seconds. The longer that is, the less
+            waited: How long the caller has already waited for this value, in seconds. The longer this is, the less
                 often a store is polled.
 
         Raises:
-            TimeoutError: No process stored the value within that time.
+            TimeoutError: No process has stored the value within ``timeout``.
         """
 
     def try_get(self, key: str) -> bytes | None:
@@ -120,7 +120,7 @@ class Alone:
         self._values[key] = value
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        """Return a value; raise TimeoutError at once if it is missing, as no other process could store it."""
+        """Return a value; raise TimeoutError at once if it is missing, because no other process can store it."""
         if key not in self._values:
             raise TimeoutError(f"{key} was not stored, and there is no other process")
         return self._values[key]
@@ -138,7 +138,7 @@ class Alone:
         self._values.pop(key, None)
 
     def give_up(self, key: str) -> None:
-        """A no-op, as no call waits."""
+        """A no-op, because no call waits."""
 
 
 class JaxCoordinator:
@@ -187,7 +187,7 @@ class JaxCoordinator:
             self._client.key_value_delete(key)
 
     def give_up(self, key: str) -> None:
-        """A no-op, as a wait in the service ends at its deadline."""
+        """A no-op, because a wait in the service ends at its deadline."""
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ class BoundedCoordinator:
         self.run(lambda store: store.delete(key))
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value, unless the store did not answer the last call."""
+        """End the wait for a value, unless the store has failed to answer the last call."""
         if self.unbounded not in _silent:
             with contextlib.suppress(ConnectionError, DeadlinePassedError):
                 call_within(self._again, self._answered, lambda store: store.give_up(key))
@@ -269,7 +269,7 @@ class DeadlinePassedError(Exception):
 
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
-    """Call a function in a thread, as it may never return; raise DeadlinePassedError after ``seconds``."""
+    """Call a function in a thread, because it may never return; raise DeadlinePassedError after ``seconds``."""
     from concurrent.futures import Future  # imported lazily: only multi-process programs need it
 
     answer: Future[T] = Future()
@@ -292,9 +292,9 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
 def current_coordinator() -> Coordinator:
     """Return the coordinator that connects the processes of this program.
 
-    It is ``jax.distributed`` if that was initialized with more than one process; otherwise ``torch.distributed`` if
-    that was initialized with a world size above one; otherwise `Alone`. The call is cheap: it does not import,
-    initialize or communicate anything.
+    It uses ``jax.distributed`` if that has been initialized with more than one process, otherwise
+    ``torch.distributed`` if that has been initialized with a world size above one; otherwise it is `Alone`. The call is
+    cheap: it does not import or initialize anything, and does not communicate.
 
     Returns:
         The coordinator; the same object for as long as the connection lasts.
@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # by library: the client or a weak reference to the group; the coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # from library to client (or weak reference to the group) and coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:

@@ -13,7 +13,7 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _T = TypeVar("_T")
-_WORK = 7 * 24 * 3600.0  # seconds; may be long, as the others learn within seconds if process 0 fails or dies
+_WORK = 7 * 24 * 3600.0  # seconds; may be long, because the others learn within seconds if process 0 fails or dies
 _MOST_LINES = 100  # maximum number of differences reported to all processes
 
 
@@ -127,7 +127,7 @@ class ProcessGroup:
         self.first(what, None)
 
     def first(self, what: str, value: Any) -> tuple[int, Any] | None:
-        """Return, on all processes, the first process whose value is not None, and the value; None without any."""
+        """Return, on all processes, the first process whose value is not None, and the value; None if there is none."""
         first = self.agree(what, value, _first)
         return None if first is None else (first[0], first[1])
 

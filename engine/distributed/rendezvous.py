@@ -35,9 +35,9 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 a second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor for waiting for process 0 while it may be waiting itself; with the time to end a wait, 2 in total.
+# Timeout factor for a wait for process 0, which may itself be waiting; 2 in total, including the time to end a wait.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses that such a wait counts as, so that the next one gets the smallest share
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next wait gets the smallest share
 _SILENCE = 600.0  # default time limit in seconds for an answer from the store
 _MESSAGE_LIMIT = 4000  # maximum characters of an error message that is sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that died never closed its own
@@ -281,7 +281,7 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # to be deleted, as the store may still contain a value that ended the wait
+            self._stored.append(key)  # to be deleted, because the store may still contain a value that ended the wait
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
@@ -293,7 +293,7 @@ class Rendezvous:
             first = len(values) + 1
             return self._missing(operation, topic, first) or [first]
 
-        at_once = 1  # number of values to request; doubles after each request that finds all of them
+        at_once = 1  # number of values per request; doubled after each request that finds all of them
         with self._waiting(topic, timeout, range(self.count), missing) as deadline:
             while len(values) < len(awaited):
                 keys = awaited[len(values) : min(len(values) + at_once, _folder_end(len(values) + 1) - 1)]
@@ -360,11 +360,11 @@ def missed_a_process(error: BaseException | None) -> bool:
 
 @dataclass(slots=True)
 class _Retired:
-    """A rendezvous that process 0 has closed and some other processes have not."""
+    """A rendezvous that process 0 has closed, but some other processes have not."""
 
     keys: list[str]
     deleted: set[str]
-    pending: list[list[str]]  # keys that the other processes store on closing, by folder
+    pending: list[list[str]]  # keys that the other processes store on closing, one list per folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
         """Delete all keys and return True if all processes have closed the rendezvous."""

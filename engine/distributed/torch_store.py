@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
-_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests a second over all processes
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests a second from all processes
 _NO_DEADLINE = timedelta(days=20)  # in milliseconds, it fits the integer type that c10d uses for timeouts
 _SECONDS_TO_END = 2.0  # time for an abandoned wait to end
-_IDLE_CONNECTIONS = 2  # maximum kept; each needs a file descriptor in the process that serves the store
+_IDLE_CONNECTIONS = 2  # maximum number to keep; each needs a file descriptor in the process that serves the store
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
@@ -31,7 +31,7 @@ def _prefixed(name: str, store: Any) -> Any:
 
 
 def _is_polled(store: Any) -> bool:
-    """Return whether to poll, because the store's own waits would poll, block the process group, or never end."""
+    """Return whether to poll the store, because its own waits would poll, block the process group, or never end."""
     while hasattr(store, "underlying_store"):  # a PrefixStore wraps another store
         store = store.underlying_store
     is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
@@ -66,7 +66,7 @@ class TorchCoordinator:
     @property
     def _store(self) -> Any:
         """A connection that the process group does not block; opened by the first call, which has a deadline."""
-        shared = self._shared  # no lock, which would be held while a frozen process 0 does not answer
+        shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
         if shared is not None:
             store = _prefixed("holdfast", shared)
             self._connection = store if self._is_current is None else self._of_this_start(store, self._is_current)
@@ -115,7 +115,7 @@ class TorchCoordinator:
             wait = wait or self._start_wait(key)
             try:
                 value = wait.result(timeout)
-            except TimeoutError:  # ask over another connection, as the wait's own may be silently lost
+            except TimeoutError:  # ask over another connection, because the wait's own may be silently lost
                 if (late := self.try_get(key)) is None:
                     raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
                 self._waits.pop(key, None)

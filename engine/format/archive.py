@@ -36,7 +36,7 @@ def is_inside(path: str) -> bool:
 
 
 def encode_archive(files: Mapping[str, bytes]) -> bytes:
-    """Encode files, given by path, as a zip file; raise ValueError if there are too many."""
+    """Encode files, keyed by path, as a zip file; raise ValueError if there are too many."""
     if len(files) > ARCHIVE_FILES:
         raise ValueError(f"{len(files)} files; a zip file of ours holds up to {ARCHIVE_FILES}")
     parts: list[bytes] = []

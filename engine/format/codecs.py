@@ -79,7 +79,7 @@ def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
 
 
 def _zstd() -> Any:
-    """Import the zstd module lazily, as most programs never need it."""
+    """Import the zstd module lazily, because most programs never need it."""
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:

@@ -82,7 +82,7 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """Decodes values; lists and dictionaries grow element by element, as msgpack would trust the sizes they claim."""
+    """Decodes values; lists and dictionaries grow element by element: msgpack would trust the sizes they claim."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily: few programs read msgpack

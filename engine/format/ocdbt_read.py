@@ -40,7 +40,7 @@ PATH_LIMIT = 65535  # maximum length of a data file's path in bytes
 _MEMORY_LIMIT = 1 << 30  # default limit for the memory of a database's nodes and entries, in bytes
 _BODY_LIMIT = 256 << 20  # maximum size of a decoded body in bytes; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
-_SEARCHED = 8  # bisect for up to one in 8 keys; for more, a dictionary of all keys is faster
+_SEARCHED = 8  # bisect to find up to one in 8 keys; to find more, a dictionary of all keys is faster
 _FILES_LIMIT = 1 << 17  # maximum number of files in one table
 _TABLE_LIMIT = 4 << 20  # maximum total length of their paths in bytes
 
@@ -183,7 +183,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
 
 
 _ENTRY_BYTES = 100  # approximate memory of an entry without its key and value
-_GROWTH = 32  # by how many bytes each node byte raises the memory limit; large databases need about 15
+_GROWTH = 32  # bytes by which each node byte raises the memory limit; large databases need about 15
 _NODES_AT_A_TIME = 16  # nodes read per batch
 _NODE_BYTES = 4096  # memory charged per node in addition to its size; limits the number of tiny nodes
 

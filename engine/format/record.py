@@ -41,7 +41,7 @@ PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; r
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
 _LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; every calendar can represent it
 OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
-PADDED = "zero-padded_0"  # not a step: a commit record that stops versions without zero-padded step names
+PADDED = "zero-padded_0"  # not a step; its record makes versions without zero-padded names stop
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
 WITNESS = "witness.jsonl"  # file with the records of the steps after a save; not listed in any commit record
@@ -185,7 +185,7 @@ class ItemRecord(NamedTuple):
 
     @property
     def paths(self) -> dict[str, FileRecord]:
-        """Files by path inside the checkpoint's directory."""
+        """The files, keyed by path inside the checkpoint's directory."""
         return {f"{self.folder}/{path}" if path else self.folder: file for path, file in self.files.items()}
 
     @property
@@ -203,7 +203,7 @@ class ItemRecord(NamedTuple):
         return _ARCHIVES_VERSION if has_archives else 1
 
     def shares(self) -> list[ItemRecord]:
-        """Return the trees of an item of kind ``"processes"``, in process order."""
+        """Return the trees of a ``"processes"`` item, in process order."""
         folders: dict[str, dict[str, FileRecord]] = {}
         for path, record in self.files.items():
             process, _, rest = path.partition("/")
@@ -225,7 +225,7 @@ class ItemRecord(NamedTuple):
         return [ItemRecord(f"{self.folder}/{folder}", TREES, folders[folder]) for folder in ordered]
 
     def components(self) -> dict[str, ItemRecord]:
-        """Return the trees of an item of kind ``"components"`` by component path, ``""`` for the root component."""
+        """Return the trees of a ``"components"`` item, keyed by component path; ``""`` is the root component."""
         # A component's tree folder lies inside the component's directory.
         trees: dict[str, dict[str, FileRecord]] = {
             path.removesuffix(f"/{COMPONENT}"): {} for path in self.files if path.endswith(f"/{COMPONENT}")
@@ -255,14 +255,14 @@ def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    items: Mapping[str, ItemRecord]  # items by name
+    items: Mapping[str, ItemRecord]  # items, keyed by name
     time: float  # commit time, in seconds since 1970-01-01 UTC
     step: int | None = None  # None for a checkpoint outside a manager
     reason: str = ""  # why the checkpoint was saved, as text for users
     metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
-    # Folders of the checkpoint that this one replaced; they can be removed.
+    # Folders of the checkpoint that this one has replaced; they can be removed.
     replaced: tuple[str, ...] = field(default=())
     # For a summary, which has no files and is made for a process that saved jointly with others: the identity of the
     # stored record. Not stored.
@@ -278,7 +278,7 @@ class CheckpointRecord:
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return the items by name, and the trees inside them as ``name/0`` (processes) or ``name/learner``."""
+        """Return the items, keyed by name, and the trees in them as ``name/0`` (processes) or ``name/learner``."""
         parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
@@ -441,7 +441,7 @@ def _decode_numbers(value: Any) -> Any:
 
 
 def _relative_path(path: Any) -> str:
-    """Return the path if it stays below its directory; a malicious record must not lead outside."""
+    """Return the path; raise ValueError if it leads out of its directory, as in a malicious record."""
     if not isinstance(path, str) or not is_inside(path):
         raise ValueError(f"file path {path!r}")
     return path

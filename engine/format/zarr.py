@@ -123,7 +123,7 @@ def zarr_dtype(data_type: str) -> DType | None:
 
 @lru_cache(maxsize=1024)
 def storage_dtype(dtype: DType) -> Stored:
-    dtype_name(dtype)  # raises for a dtype that has no name
+    dtype_name(dtype)  # raises an error for a dtype that has no name
     little = zarr_dtype(dtype.name)
     if little is not None and dtype.newbyteorder("<") == little:
         return Stored(dtype.name, little, None)
@@ -213,7 +213,7 @@ _decode_cached = lru_cache(maxsize=4096)(_decode)
 
 
 def metadata_keys(names: Sequence[str]) -> list[bytes]:
-    """Return the keys of the ``zarr.json`` of each array; the root array has an empty name."""
+    """Return the key of each array's ``zarr.json``; the root array has an empty name."""
     keys = encode_names(names, "/zarr.json")
     if "" in names:
         keys[names.index("")] = b"zarr.json"

@@ -117,13 +117,13 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # Files that only TensorFlow before 0.12 can read: raises an error that names their format.
+    # Files that only TensorFlow before 0.12 can read: the module raises an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open a checkpoint of another library; return None if there is none; raise for a part of a holdfast checkpoint."""
+    """Open a checkpoint of another library; return None if there is none; refuse a part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -187,7 +187,7 @@ def left_by_download(file: DataReader) -> str:
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     """Raise CheckpointExistsError for a directory with only other runs' steps; return False if it has this run's."""
     # If this run has ``begun`` here before, the files may come from another callback, such as Lightning's
-    # ModelCheckpoint, whose names differ from those of its steps. Single checkpoints of hf.save or graphs are no runs.
+    # ModelCheckpoint, whose names differ from those of its steps. Single checkpoints of hf.save or graphs are not runs.
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False

@@ -49,7 +49,7 @@ def total_bytes(location: Location) -> int:
         return 0
     if not location.is_directory():
         return _size(os.fspath(location))
-    sizes = {}  # by folder identity (device and inode)
+    sizes = {}  # keyed by folder identity (device and inode)
     for folder, folders, files in os.walk(location, followlinks=True):
         status = os.stat(folder)
         if (identity := (status.st_dev, status.st_ino)) in sizes:  # symlinks may form a cycle
@@ -97,7 +97,7 @@ def check_destination(destination: Location, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(destination: Location) -> Iterator[Location]:
-    """Yield a temporary location in the same folder, which is renamed to ``destination`` at the end."""
+    """Yield a temporary location in the same folder, and rename it to ``destination`` at the end."""
     destination.parent.make_directory()
     if not destination.is_local:  # a single request is atomic
         yield destination

@@ -149,7 +149,7 @@ def open_at(location: Location) -> CheckpointSource:
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Yield each checkpoint's share of the progress, by its size in bytes, for a call that reads all of them."""
+    """Yield each checkpoint's share of the progress, weighted by its bytes, for a call that reads all of them."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
@@ -162,7 +162,7 @@ def _nbytes(entry: StepEntry) -> int:
     try:
         return open_at(entry.location).nbytes
     except HoldfastError:
-        return 0  # unreadable: the call itself raises the reason
+        return 0  # unreadable: the call itself raises the error
 
 
 def described_steps(location: Location) -> FoundSteps:

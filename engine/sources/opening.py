@@ -98,7 +98,7 @@ class _OpenTree:
 
     @property
     def bytes_read(self) -> int:
-        reads = self._reads  # a local reference, as another thread may close the tree meanwhile
+        reads = self._reads  # a local reference, because another thread may close the tree meanwhile
         return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
@@ -194,8 +194,8 @@ class ArrayHandle:
     Only the chunks that a selection needs are read, and each of them is verified against its checksum if the format has
     one. Any number of threads can read at the same time. A handle can be pickled while its checkpoint is open: another
     process opens the checkpoint again when it reads, and refuses a checkpoint that has replaced it. For a checkpoint of
-    another library, the sizes and times of its files show a replacement; in an object store, nothing does, and only the
-    shapes and dtypes of the arrays must be the same.
+    another library, the sizes and times of its files show a replacement; in an object store, nothing does, so only the
+    shapes and dtypes of the arrays are compared.
 
     Attributes:
         shape: The shape of the array.

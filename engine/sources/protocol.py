@@ -57,7 +57,7 @@ class CheckpointSource(Protocol):
         raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
 
     def files(self, item: str) -> Mapping[str, FileRecord] | None:
-        """Return an item's files by path in its folder; None if the format does not record them."""
+        """Return an item's files, keyed by path in its folder; None if the format does not record them."""
         return None
 
     def check_item(self, item: str | None) -> None:

@@ -125,7 +125,7 @@ def rooted(source: TreeSource, root: str | None) -> TreeSource:
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Leave out the leaves of which only the names were saved; return the tree and a line of text for each one."""
+    """Omit the leaves of which only the names have been saved; return the tree and a line of text for each one."""
     left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
@@ -134,7 +134,7 @@ def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
 
 
 def without_unreadable(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Leave out the unreadable leaves; return the tree and a line for each. Raise an error if no array is left."""
+    """Omit the unreadable leaves; return the tree and a line of text for each. Raise an error if no array is left."""
     left_out = source.unreadable
     lines = [f"{format_path(name)} ({why})" for name, why in sorted(left_out.items())]
     if left_out and not any(leaf.saved.dtype is not None and leaf.name not in left_out for leaf in source.leaves):

@@ -1,4 +1,4 @@
-"""Loads weights for a model from any checkpoint; their names show in which of its containers they are."""
+"""Loads weights for a model from any checkpoint; the names of the weights show which container they are in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONTAINERS = (
 
 @dataclass
 class Misfits:
-    """Human-readable differences between a program and a checkpoint, by path."""
+    """Human-readable differences between a program and a checkpoint, keyed by path."""
 
     kept: dict[str, str] = field(default_factory=dict)  # descriptions of values with another form in the checkpoint
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint

@@ -1,4 +1,4 @@
-"""The types that are exchanged between a location and its backends."""
+"""The types that locations and their backends exchange."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Entry(NamedTuple):
     is_directory: bool  # True for a symlink to a directory, too
     # Length in bytes; None for directories, broken symlinks, and stores whose listings contain no sizes.
     size: int | None = None
-    links: int = 1  # number of hard links to the file; its space is freed with the last one
-    identity: tuple[int, int] | None = None  # equal for all hard links to a file; None if the listing does not tell
+    links: int = 1  # number of hard links to the file; its space is freed when the last one is deleted
+    identity: tuple[int, int] | None = None  # equal for all hard links to a file; None if the listing has none
 
 
 class Segment(NamedTuple):
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class DataFile(NamedTuple):
-    name: str  # path relative to the directory that the files are written below
+    name: str  # path relative to the directory below which the files are written
     size: int  # length in bytes
     segments: Sequence[Segment]  # content, in ascending order; gaps are zeros
 
@@ -46,7 +46,7 @@ class FileIdentity(NamedTuple):
     inode: int
     size: int  # bytes
     modified: int  # nanoseconds
-    changed: int  # nanoseconds; changed by new names and permissions, and cannot be set by programs
+    changed: int  # nanoseconds; changes with names and permissions, too, and cannot be set by programs
 
 
 class DataReader(Protocol):

@@ -28,7 +28,7 @@ def round_up(size: int, multiple: int = PAGE) -> int:
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """Return new writable, page-aligned memory; large memory is returned to the system with its last view."""
+    """Return new writable, page-aligned memory; large memory is freed for the system along with its last view."""
     import numpy as np  # imported lazily: listing checkpoints imports this module but needs no arrays
 
     if nbytes < _SMALLEST_MAPPING:
@@ -62,7 +62,7 @@ class Buffer:
 
 
 class BlockPool:
-    """A pool of aligned transfer buffers, reused as allocation is slow where a hypervisor reclaims freed memory."""
+    """A pool of aligned transfer buffers, reused because allocation is slow if a hypervisor reclaims memory."""
 
     def __init__(self, nbytes: int, spare: int) -> None:
         self._nbytes = nbytes
@@ -71,7 +71,7 @@ class BlockPool:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[NDArray[np.uint8]]:
-        """Lend a block with arbitrary content until the context ends."""
+        """Yield a block with arbitrary content, which returns to the pool when the context ends."""
         try:
             block = self._blocks.pop()  # atomic, so other threads may do the same concurrently
         except IndexError:

@@ -1,7 +1,7 @@
 """S3, Google Cloud Storage and Azure Blob Storage through obstore: the extras ``s3``, ``gcs`` and ``azure``.
 
-Requests run on an event loop in a separate thread, so that Ctrl-C ends the wait for a request and cancels it: obstore's
-blocking calls do not react to signals.
+Requests run on an event loop in a separate thread, so that Ctrl-C ends the wait for a request and cancels it,
+because obstore's blocking calls do not react to signals.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the servic
 
 _lock = Lock()
 _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one event loop, with the PID of its process
-_conditional: dict[str, bool] = {}  # by service address: whether the service honours conditional writes
+_conditional: dict[str, bool] = {}  # from service address to whether the service honours conditional writes
 
 
 def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
@@ -83,7 +83,7 @@ def _open_cloud(service: Callable[[str], CloudBackend], root: str, settings: obj
 
 def check_installed(package: str, root: str, extra: str) -> None:
     """Raise OptionError unless a package is installed."""
-    with contextlib.suppress(ModuleNotFoundError):  # raised if the parent of a package is missing
+    with contextlib.suppress(ModuleNotFoundError):  # raised if the parent package is missing
         if importlib.util.find_spec(package) is not None:
             return
     raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
@@ -105,7 +105,7 @@ class CloudBackend(ObjectStoreBackend):
         self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of the same bucket
         self._bucket = root.partition("://")[2]
         # Shared with the snapshots of this backend.
-        self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``: expiry time and store
+        self._stores: dict[bool, tuple[float, Any]] = {}  # from ``once`` to expiry time and store
         self._opening = Lock()
         self._lacks = set(self.lacks)
 
@@ -258,7 +258,7 @@ class CloudBackend(ObjectStoreBackend):
             upload.add_done_callback(lambda _: wanted.put(None))
             with contextlib.suppress(queue.Empty):
                 while (answer := wanted.get(timeout=time_limit(0))) is not None:
-                    # copied, as several parts are in flight and the memory of one may be reused for the next
+                    # copied, because several parts are in flight and the next part may reuse the memory of this one
                     part = next((part.tobytes() for part in parts if part.size), None)
                     loop.call_soon_threadsafe(_answer, answer, part)
 
@@ -347,7 +347,7 @@ class CloudBackend(ObjectStoreBackend):
             except ObjectNotFoundError:
                 if generation is None:
                     raise
-                return False  # it was deleted meanwhile
+                return False  # it has been deleted meanwhile
             except StorageConflictError as error:
                 if _REFUSALS.search(str(error)):
                     return False
@@ -393,7 +393,7 @@ class CloudBackend(ObjectStoreBackend):
         return self.request(key, action, begin, nbytes, attempts=attempts)
 
     def _try(self, key: str, action: str, start: Callable[[Any], Awaitable[Any]]) -> None:
-        """Make a request without retries, as the caller has a fallback."""
+        """Make a request without retries, because the caller has a fallback."""
         self._ask(key, action, start, UNKNOWN_SIZE, once=True)
 
     def _store(self, once: bool) -> Any:
@@ -426,7 +426,7 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return the metadata of an answer; raise ValueError without an ETag, as a proxy may have answered instead."""
+    """Return an answer's metadata; raise ValueError if it has no ETag, because a proxy may have sent it."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta

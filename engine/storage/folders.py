@@ -11,7 +11,7 @@ from .object_store import ObjectStoreBackend
 
 
 class FolderInMemory(ObjectStoreBackend):
-    """The files of one folder in memory, by path, before they are written together or after they were read together."""
+    """A folder whose files are in memory, keyed by path, to be written together or after being read together."""
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         super().__init__(url, is_remote=False)
@@ -41,12 +41,12 @@ class FolderInMemory(ObjectStoreBackend):
 
 
 def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
-    """Return a folder with these files, named ``location`` in messages; writes go to ``files``."""
+    """Return a folder with these files; messages name ``location``, and writes go to ``files``."""
     return Location(FolderInMemory(location.url, files), "")
 
 
 class ScatteredFiles(ObjectStoreBackend):
-    """The read-only files of one folder, by path with sizes in bytes, each on one of several hosts."""
+    """A folder of read-only files, each on one of several hosts; ``sizes`` maps their paths to bytes."""
 
     def __init__(self, name: str, sizes: Mapping[str, int], open_file: Callable[[str], DataReader]) -> None:
         super().__init__(name, is_remote=False)

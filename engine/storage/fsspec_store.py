@@ -1,4 +1,4 @@
-"""All other addresses, through fsspec (the package extra ``fsspec``); also pyarrow file systems.
+"""All other URL schemes, through fsspec (the extra ``fsspec``), and pyarrow file systems.
 
 The guarantees that such a file system cannot give are logged when it is opened; docs/object_stores.md lists them.
 """
@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
 
-_UNCACHED = {"skip_instance_cache": True}  # backends share no connections
+_UNCACHED = {"skip_instance_cache": True}  # so that backends share no connections
 
 # Schemes that refer to another address, and read-only schemes.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
@@ -56,7 +56,7 @@ _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|c
 _ADDRESS = re.compile(r"\\x00address \d+")  # address of a class or function in the description of a file system
 
 _MISSING = re.compile("NotFound|NoSuch")
-_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by exception class name
+_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # matched against exception class names
     (_MISSING, ObjectNotFoundError),
     (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
     (re.compile("Time|Connect|SSHException|EOFError|Unavailable|gaierror"), StorageUnavailableError),
@@ -67,7 +67,7 @@ class _TimedOutError(Exception):
     """A library's own timeout during a request, as opposed to holdfast's time limit."""
 
 
-_given: dict[str, FsspecBackend] = {}  # backends of file systems passed by the program, by URL scheme
+_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program passed, keyed by URL scheme
 _given_lock = Lock()
 
 
@@ -160,8 +160,8 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     """Return a name for a file system, and a description that only equal file systems share."""
-    # The name is the same in all processes unless there are secrets: a name that omits them would mean other files in a
-    # process with other secrets, and a name derived from them would reveal them.
+    # The name is the same in all processes unless there are secrets: a name that omits them would refer to other files
+    # in a process with other secrets, and a name derived from them would reveal them.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
@@ -229,7 +229,7 @@ class FsspecBackend(ObjectStoreBackend):
         self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
         self._connecting = Lock()
         in_one_step = self._whole or self._replaces
-        risks = {  # mapped to whether the file system avoids them
+        risks = {  # from each risk to whether the file system avoids it
             "two saves to one path at the same time are not kept apart": False,
             "what was written may be lost if the machines that keep it lose power": self._whole,
             "a crash may leave half of a commit record, and readers may see one": self._whole or self._renames,
@@ -340,7 +340,7 @@ class FsspecBackend(ObjectStoreBackend):
         return sorted(self._walk(key))
 
     def _walk(self, key: str) -> Iterator[str]:
-        """Yield the keys of all files at and below a key; an error is raised, not taken for an empty directory."""
+        """Yield the keys of all files at and below a key; an error is raised, not treated as an empty directory."""
         folders = [key]
         while folders:
             folder = folders.pop()
@@ -383,7 +383,7 @@ class FsspecBackend(ObjectStoreBackend):
                     with lock:
                         fs.invalidate_cache()  # cached listings, which other processes may have made stale
                         answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
-                except TimeoutError as error:  # must not be taken for holdfast's own time limit
+                except TimeoutError as error:  # must not be mistaken for holdfast's own time limit
                     answer.set_exception(_TimedOutError(str(error)))
                 except BaseException as error:
                     answer.set_exception(error)
@@ -395,7 +395,7 @@ class FsspecBackend(ObjectStoreBackend):
 
     def _filesystem(self) -> tuple[Any, str, Any]:
         with self._connecting:
-            # Neither connections nor threads of fsspec survive in both processes after a fork.
+            # After a fork, parent and child cannot both use fsspec's connections and threads.
             if self._connected is None or self._connected[0] != os.getpid():
                 fs, prefix = self._connect()
                 # Several threads must not use a synchronous file system concurrently, except pyarrow's.

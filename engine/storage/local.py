@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hide, too
+HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which its own listings hide, too
 
 TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic writes use; a crash may leave one behind
 
@@ -56,7 +56,7 @@ _SYNCS_OF_THREAD = 32  # files and directories per sync thread
 _REMOVALS = 100  # maximum attempts to remove a tree while other processes modify it
 
 _AWAY = "move it away"  # advice for errors where something else occupies the path of one of our files
-_FICLONE = 0x40049409  # request code of ioctl_ficlone(2)
+_FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
 _WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # starts writeback, so the final sync has less to write
@@ -230,7 +230,7 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, expected: FileIdentity) -> FileIdentity:
-        """Hard-link or clone a file; a linked file becomes read-only, as a write through one name affects all names."""
+        """Hard-link or clone a file; make a linked file read-only, because a write through one name changes all."""
         if self.identity(key) != expected:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
@@ -292,7 +292,7 @@ class LocalDataReader(DataReader):
             _advise(self._descriptor, _AHEAD)
         if cached is None and is_direct(self._descriptor):
             with contextlib.suppress(OSError):  # the file system does not support locks
-                # Readers detect each other by a shared lock on the file: the page cache then reads once for all.
+                # Readers detect each other through a shared lock on the file, and then share the page cache.
                 _lock_request(self._descriptor, _SET_LOCK, fcntl.F_RDLCK)
                 self._detects_readers = True
 
@@ -358,7 +358,7 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Sync a file; with ``drive``, as for commit records, also everything that the drive received before (macOS)."""
+    """Sync a file; with ``drive``, used for commit records, also flush all that the drive received before (macOS)."""
     if drive and _FULL_SYNC is not None:
         with contextlib.suppress(OSError):  # not supported by some file systems, such as network file systems
             fcntl.fcntl(descriptor, _FULL_SYNC)
@@ -499,7 +499,7 @@ def _open_direct(path: str, flags: int) -> int:
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:
-    # O_NONBLOCK keeps the opening of a pipe from waiting for its other end.
+    # With O_NONBLOCK, opening a pipe does not wait until its other end is opened.
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
@@ -513,7 +513,7 @@ def _make_buffered(descriptor: int) -> None:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve the space, so that a full disk fails early, and set the length, as writes that extend a file are slow."""
+    """Reserve space, to detect a full disk early, and set the length, because writes that extend a file are slow."""
     # Where a file system cannot reserve space, the C library writes to every page, which fails at once with direct I/O.
     if size and is_direct(descriptor):
         try:

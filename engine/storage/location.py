@@ -52,11 +52,11 @@ def as_location(
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``, ``gs://bucket/`` or
             ``az://container/``, or with another scheme that fsspec knows, such as ``sftp://host/`` or ``hdfs://host/``.
-        filesystem: The fsspec or pyarrow file system in which ``place`` is a path. The URL of the location is then the
-            same, and valid, in every process that has passed an equal file system. If the file system has secrets
-            among its options or cannot be pickled, the URL is valid in this process only.
+        filesystem: The fsspec or pyarrow file system in which ``place`` is a path. Every process that has passed an
+            equal file system gets the same URL for the location, and can use it. If the file system has secrets among
+            its options or cannot be pickled, the URL is valid in this process only.
         writes: Whether the caller is about to write to the location.
-        observer: Notified of the location, which it may replace with another. None: the observer of the process.
+        observer: Notified of the location, which it may replace with another one; None means the process's observer.
 
     Raises:
         InvalidLocationError: ``place`` is neither a path nor a URL, or the URL's scheme is not one of these.
@@ -133,7 +133,7 @@ def _checked_path(text: str) -> str:
 
 
 def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
-    """Return the backend of a URL and the path inside it; backends are imported lazily, as local paths need none."""
+    """Return the backend for a URL and the path inside it; import backends lazily, because local paths need none."""
     if scheme == "memory":
         from .memory import open_memory
 
@@ -183,8 +183,8 @@ class Location:
     """A file, object or directory, on a local disk or in an object store; created by ``as_location``.
 
     Locations are immutable, comparable and hashable, and need not exist. All methods raise only errors of
-    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods with names
-    from ``pathlib`` are for handlers that were written for a path, and raise the same errors as in ``pathlib``.
+    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods named as in
+    ``pathlib`` are for handlers that were written for local paths; they raise the same errors as in ``pathlib``.
 
     In a rehearsal (``holdfast drill``), all methods that modify something raise StateError at locations that were not
     returned by ``as_location(place, writes=True)``.
@@ -239,7 +239,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Whether requests cross a network, so that a request may arrive after its sender has given up."""
+        """Whether requests cross a network, so that one may still arrive after its sender has given up."""
         return self._backend.is_remote
 
     @property
@@ -254,7 +254,7 @@ class Location:
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Resolve the symlinks in a local path, except in the name of a file, as the name may show its format."""
+        """Resolve the symlinks in a local path, except in the name of a file, because it may show the format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -384,7 +384,7 @@ class Location:
         return self._backend.is_there(self._key) or self._backend.is_directory(self._key)
 
     def is_there(self) -> bool:
-        """Return whether this is a file or an object; takes an object store one request, where ``exists`` takes two."""
+        """Return whether this is a file or an object; an object store needs one request, and two for ``exists``."""
         return self._backend.is_there(self._key)
 
     def is_directory(self) -> bool:
@@ -410,10 +410,10 @@ class Location:
         return self._backend.read_bytes(self._key, limit, size)
 
     def read_own(self, limit: int, *, size: int | None = None) -> bytes:
-        """Return the content of a file that controls a run; a symlink is refused, as it may lead to another run's file.
+        """Return the content of a file that controls a run; refuse a symlink, which may lead to another run's file.
 
         Raises:
-            DamagedCheckpointError: It is a symlink, or as for :meth:`read_bytes`.
+            DamagedCheckpointError: It is a symlink, or :meth:`read_bytes` raises this error.
         """
         if self.is_link():
             raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
@@ -424,7 +424,7 @@ class Location:
         return self.is_local and os.path.islink(self._key)
 
     def check_not_link(self) -> None:
-        """Raise InvalidLocationError if this is a symbolic link, as a write would modify its target."""
+        """Raise InvalidLocationError if this is a symbolic link, because a write would modify its target."""
         if self.is_link():
             raise InvalidLocationError(
                 f"{self}: this is a symbolic link to {os.path.realpath(self._key)}, which is read and never changed "
@@ -532,13 +532,13 @@ class Location:
     def write_data(
         self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write one bulk data file, replacing an older one; its content is durable on return, its name is not yet.
+        """Write one bulk data file, replacing an older one; on return, its content is durable, but its name is not yet.
 
         Args:
             size: File length in bytes.
             segments: The content, in ascending order; gaps are zeros. Several threads may produce the segments.
             awaited: Set when a training loop that runs during this call starts to wait for it; until then, fewer
-                threads write to a disk. None: no training loop runs meanwhile.
+                threads write to a disk. None means that no training loop runs meanwhile.
             sync: False leaves it to a later :func:`sync_all` to make the content durable on a disk.
 
         Raises:
@@ -550,7 +550,7 @@ class Location:
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write bulk data files below this directory, each as by :meth:`write_data`.
+        """Write bulk data files below this directory, each in the same way as :meth:`write_data`.
 
         On a disk, several threads write one file after the other; an object store receives several files at once.
 
@@ -576,7 +576,7 @@ class Location:
             size: The expected length, if known: an object store is then not queried before the first read, which raises
                 ObjectNotFoundError if there is no such object, and bytes beyond this length are never requested.
             cached: Whether to read from a disk through the page cache, for several processes that read the same bytes.
-                None: as soon as another reader that opened the file with None is detected.
+                None switches to the page cache once another reader that passed None for this file is detected.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -584,7 +584,7 @@ class Location:
         return self._backend.open_data(self._key, size, cached=cached)
 
     def can_share(self) -> bool:
-        """Return whether :meth:`share` can work here: on a disk, and in a store with server-side copies."""
+        """Return whether :meth:`share` can work: it can on disks, and in stores that support server-side copies."""
         return self._backend.can_share()
 
     def identity(self) -> FileIdentity:
@@ -630,7 +630,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
 
 
 class _Upload(io.BytesIO):
-    """An in-memory file that is uploaded when it is closed."""
+    """An in-memory file whose content is uploaded when it is closed."""
 
     def __init__(self, send: Callable[[bytes], None], content: bytes) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class FileLock:
         StorageConflictError: another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
         StoragePermissionError: the file cannot be opened, so it is unknown whether it is locked.
         """
-        self.release()  # in case an interrupted attempt has locked it
+        self.release()  # in case an interrupted attempt still holds the lock
         with _descriptors, os_errors(self._file.url, "open"):
             descriptor = self.descriptor = open_own(self._file, flags)
             self._close = weakref.finalize(self, os.close, descriptor)  # also runs when the lock is garbage-collected
@@ -50,7 +50,7 @@ class FileLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_GLANCE)  # another process may only have tested the lock
+                time.sleep(_GLANCE)  # another process may have locked it only for a test
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
@@ -89,7 +89,7 @@ class FileLock:
         assert self.descriptor is not None
         with os_errors(self._file.url, "write"):
             written = 0
-            while written < len(content):  # a disk that becomes full writes only a part at first
+            while written < len(content):  # when a disk becomes full, the first write is only partial
                 written += os.pwrite(self.descriptor, content[written:], written)
             if sync:
                 os.fsync(self.descriptor)
@@ -127,7 +127,7 @@ class SaveLock(FileLock):
 
     @property
     def shows_life(self) -> bool:
-        """Whether the lock tells if a save is alive: object stores and some file systems do not support locks."""
+        """Whether the lock shows if a save is alive; object stores and some file systems do not support locks."""
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:

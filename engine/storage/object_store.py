@@ -38,7 +38,7 @@ _logger = logging.getLogger("holdfast")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-RETRIES = 8  # retries of one request; an unreachable service is given up after about two minutes of them
+RETRIES = 8  # maximum retries per request; if the service stays unreachable, they take about two minutes
 # Seconds after which a request fails even if the client would still retry: a service may never answer.
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning names a request that is still waiting
@@ -48,8 +48,8 @@ _LONGEST_RANGE = 1 << 50
 GARBLED = 3  # attempts at a request whose answers cannot be parsed
 UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an object is unknown
 
-_TOGETHER = 1000  # maximum number of objects that services delete with one request
-_SMALL = 64 << 10  # bytes requested if the length is unknown
+_TOGETHER = 1000  # maximum number of objects that one request can delete
+_SMALL = 64 << 10  # number of bytes to request if an object's length is unknown
 _TRUSTED = 256 << 20  # maximum bytes allocated for a range before the store has confirmed the object's size
 
 BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object: objects are recognised by name
@@ -62,11 +62,11 @@ def time_limit(nbytes: int) -> float:
 
 @dataclass
 class _Listing:
-    """The names of all objects with a given prefix, as they were at one time."""
+    """The names of all objects with a given prefix, at one point in time."""
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # cached lookups outside the prefix: whether objects exist
+    others: dict[str, bool] = field(default_factory=dict)  # cached lookups of names outside the prefix
 
 
 class _Pending(Protocol[T_co]):
@@ -78,7 +78,7 @@ class _Pending(Protocol[T_co]):
 
 
 class ObjectStoreBackend:
-    """A store of objects by key; directories are key prefixes, which exist while there are objects below them."""
+    """An object store; its directories are key prefixes, which exist while there are objects below them."""
 
     is_local = False
     given: Any = None  # the file system object that the caller passed, if any
@@ -132,7 +132,7 @@ class ObjectStoreBackend:
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Read a range into memory, and call ``answered`` once the service responds; return False if that fails."""
+        """Read a range into memory, and call ``answered`` when the service responds; return False if the read fails."""
         try:
             rest = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
         except DamagedCheckpointError:  # the object ends within the range, or the server does not support ranges
@@ -150,7 +150,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an existing object; it may be tested by writing ``data``."""
+        """Return whether the service refuses to create an existing object; may test this by writing ``data``."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
@@ -162,7 +162,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """Return the types of exceptions that requests raise."""
+        """Return the exception types that requests raise."""
         return (ValueError, IndexError, RuntimeError, OSError)
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
@@ -237,7 +237,7 @@ class ObjectStoreBackend:
             content, generation = self.read_generation(key)
             if content != expected:
                 return content == data
-        # If the answer to a successful write was lost, the retry is refused: the content shows whether it was written.
+        # If the answer to a successful write is lost, the retry is refused: the content shows whether it was written.
         return self.write_where(key, data, generation) or self.read_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
@@ -349,7 +349,7 @@ class ObjectStoreBackend:
 
 
 class ObjectReader(DataReader):
-    """One object, read by byte ranges, or once as a whole if the store does not support ranges."""
+    """One object, read in byte ranges, or once as a whole if the store does not support ranges."""
 
     def __init__(self, backend: ObjectStoreBackend, key: str, expected: int | None) -> None:
         self._backend = backend

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 # Maximum concurrent small requests or range reads over a network: a waiting thread costs little.
 REQUESTS = 16
-UPLOADS = 8  # concurrent uploads of data files; files that are not sent straight from their arrays are in memory
+UPLOADS = 8  # concurrent uploads of data files; those not sent straight from their arrays are held in memory
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -1,4 +1,4 @@
-"""What differs between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
+"""The differences between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
 
 A URL only names the bucket and the object. Everything else comes from the environment variables and files of each
 service's own tools; boto3, google-auth and azure-identity read those that obstore does not support.
@@ -148,7 +148,7 @@ def _aws_session() -> Any:
 
 
 def _aws_profile() -> Mapping[str, Any]:
-    """Return the settings of the chosen profile; empty without profile files."""
+    """Return the settings of the chosen profile; empty if there are no profile files."""
     paths = (os.path.expanduser(os.environ.get(name) or path) for name, path in _AWS_FILES.items())
     if not any(map(os.path.exists, paths)):
         return {}
@@ -238,7 +238,7 @@ class Google(CloudBackend):
         return GCSStore(self._bucket, client_options=client, **config, **options)
 
     def _credentials(self) -> Any:
-        """Return the function that supplies tokens to obstore; None without an account."""
+        """Return the function that supplies tokens to obstore; None if there is no account."""
         check_installed("google.auth", self._root, self.extra)
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError

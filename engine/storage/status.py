@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError if a value is invalid in an HTTP header, as clients would abort the process."""
+    """Raise StoragePermissionError if a value is invalid in an HTTP header: clients would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} holds a character that no header can have, perhaps a line "
