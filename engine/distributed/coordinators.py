@@ -241,7 +241,7 @@ class BoundedCoordinator:
                 call_within(self._again, self._answered, lambda store: store.give_up(key))
 
     def monotonic(self) -> float:
-        """Return the current time in seconds, by the clock that measures deadlines."""
+        """Return the current time in seconds, on the clock that measures deadlines."""
         return time.monotonic()
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:

@@ -44,7 +44,7 @@ class ProcessGroup:
         return self.index == 0
 
     def transport(self) -> Transport | None:
-        """Return the transport for arrays between the processes; None for a single process, or if there is none."""
+        """Return the transport for arrays between processes; None for a single process, or if no transport exists."""
         return None if self.alone else transport_of(self._coordinator)
 
     def rendezvous(self, what: str) -> Rendezvous | None:
@@ -61,7 +61,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a block on all processes until the last has finished; a failure raises PeerFailedError on the others."""
+        """Run a block on all processes and wait for all to finish; a failure raises PeerFailedError on the others."""
         if self.alone or self._block is not None:
             yield
             return
@@ -178,5 +178,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if no other process calls this; the others wait ``start_secs`` for its start."""
+    """Run long work on process 0, even if no others call this; the others wait ``start_secs`` for it to start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -40,7 +40,7 @@ _GATHERED = 2 - 1 / SHARE
 _WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next wait gets the smallest share
 _SILENCE = 600.0  # default time limit in seconds for an answer from the store
 _MESSAGE_LIMIT = 4000  # maximum characters of an error message that is sent to the other processes
-_MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that died never closed its own
+_MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
 _MOST_KEYS = 4000  # maximum number of keys that a process reports for deletion
 
 _missed_lock = Lock()  # a separate lock, because the one below is held during store requests
@@ -54,7 +54,7 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 class _Misses:
     """The number of consecutive waits that have missed each process."""
 
-    counts: Counter[int] = field(default_factory=Counter)  # by process index
+    counts: Counter[int] = field(default_factory=Counter)  # keyed by process index
     until: float = 0.0  # expiry time; a wait that begins later starts a new count
 
     def share(self) -> int:
@@ -76,7 +76,7 @@ class Rendezvous:
     """One joint operation of all processes of a program, such as a save.
 
     Every process creates a rendezvous of the same name and calls the same operations in the same order, from one thread
-    at a time; only `fail` may be called from any thread at any time. A topic serves each operation only once. An
+    at a time; only `fail` may be called from any thread at any time. Each operation can use a topic only once. An
     operation that waits raises
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
@@ -213,7 +213,7 @@ class Rendezvous:
     def _waiting(
         self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Yield the deadline for a block that waits; on a timeout, count the ``missing`` ones, else reset counts."""
+        """Yield the deadline for a block that waits; on a timeout, count ``missing`` processes, else reset counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
@@ -249,7 +249,7 @@ class Rendezvous:
         parts = split_value(value)
         keys = part_keys(key, len(value))
         with self._connected():
-            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # the awaited first part last
+            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # write the awaited first part last
                 self.coordinator.put(part_key, part)
         self._stored += keys
 

@@ -59,7 +59,7 @@ class TorchCoordinator:
         self._leaves = threading.Event()  # set when this process is ending
         self._earlier = frozenset(_names)  # start names from earlier process groups of this process
         self._is_polled = _is_polled(store)
-        self._waits: dict[str, Future[bytes]] = {}  # pending waits by key
+        self._waits: dict[str, Future[bytes]] = {}  # from key to pending wait
         self._idle: list[Any] = []  # connections of finished waits, for reuse
         _made.add(self)
 
@@ -126,7 +126,7 @@ class TorchCoordinator:
             if value != _GIVEN_UP:
                 return value
         longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
-        while (elapsed := time.monotonic() - begin) < timeout:  # poll, also if another process has given up
+        while (elapsed := time.monotonic() - begin) < timeout:  # poll, even if another process has given up
             pause = min(max((waited + elapsed) / 16, _SHORTEST_PAUSE), longest)
             time.sleep(min(pause, timeout - elapsed))
             if (value := self.try_get(key)) is not None:

@@ -258,7 +258,7 @@ class Database:
         self._nodes = []
 
     def _unread_nodes(self, ranges: Sequence[KeyRange] | None) -> list[int]:
-        """Return the positions of the unread nodes that may contain keys in ``ranges``; of all nodes for None."""
+        """Return the positions of the unread nodes that may contain keys in ``ranges``; None means all of them."""
         if ranges is None:
             return list(range(len(self._unread)))
         positions = set()

@@ -82,7 +82,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Return JSON that indents objects containing objects; much faster than the indentation of the `json` module."""
+    """Return JSON that indents objects containing objects; much faster than the `json` module's indentation."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
@@ -161,7 +161,7 @@ class FileRecord:
     members: tuple[tuple[int, int], ...] = ()
     # For a zip file inside such a file: its offset, and the outer file's length in bytes. Not stored.
     within: tuple[int, int] | None = None
-    # Whether the file is shared with an earlier step. Not stored, as the earlier step may be deleted.
+    # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
     # Whether the content already survives a power failure; the commit syncs all other files together. Not stored.
     durable: bool = field(default=True, compare=False)
@@ -176,7 +176,7 @@ def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
 class ItemRecord(NamedTuple):
     folder: str  # path inside the checkpoint's directory
     kind: str  # "pytree", "json", "processes", "components", or "files" for a user's handler
-    # Files by path inside the folder; if the folder is a zip file, the only entry is that file, with the path "".
+    # Files keyed by path inside the folder; if the folder is a zip file, the only entry is that file, with the path "".
     files: Mapping[str, FileRecord]
 
     @property

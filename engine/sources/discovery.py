@@ -123,7 +123,7 @@ _FORMATS: tuple[_Entry, ...] = (
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open a checkpoint of another library; return None if there is none; refuse a part of a holdfast checkpoint."""
+    """Open another library's checkpoint, or return None if there is none; reject parts of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -185,7 +185,7 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Raise CheckpointExistsError for a directory with only other runs' steps; return False if it has this run's."""
+    """Raise CheckpointExistsError if a directory has only other runs' steps; return False if it has this run's."""
     # If this run has ``begun`` here before, the files may come from another callback, such as Lightning's
     # ModelCheckpoint, whose names differ from those of its steps. Single checkpoints of hf.save or graphs are not runs.
     all_steps = find_steps(location)

@@ -1,4 +1,4 @@
-"""Opens checkpoints of holdfast and of other libraries by the path that a caller gives."""
+"""Opens checkpoints from holdfast and other libraries, given their path."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def open_at(location: Location) -> CheckpointSource:
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Yield each checkpoint's share of the progress, weighted by its bytes, for a call that reads all of them."""
+    """Yield each checkpoint's share of the progress, weighted by its size, for a call that reads all of them."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:

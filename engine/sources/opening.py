@@ -136,7 +136,7 @@ class _OpenTree:
 
 
 def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
-    """Return the error for a handle whose checkpoint has been replaced by another one, of ``new_format``."""
+    """Return the error for a handle whose checkpoint has been replaced by one in ``new_format``."""
     if new_format == NATIVE:
         return CheckpointNotFoundError(
             f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, "
@@ -365,7 +365,7 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
            [10, 12, 14]]))
 
     Args:
-        path: A checkpoint or a directory of steps, as for :func:`~holdfast.load`; also those of other libraries.
+        path: A checkpoint or a directory of steps, as for :func:`~holdfast.load`; also one from another library.
         item: The item to open if the checkpoint has several; None opens the only one, or all as a dictionary.
         select: Patterns of leaf paths such as ``"params/**"``; the tree contains only the matching leaves.
 

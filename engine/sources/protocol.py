@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested tree, or of the only one; ``how`` is the hint in the error about several."""
+        """Return the name of the requested tree, or of the only one; ``how`` is the hint if there are several."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")

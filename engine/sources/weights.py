@@ -1,4 +1,4 @@
-"""Loads weights for a model from any checkpoint; the names of the weights show which container they are in."""
+"""Loads weights for a model from any checkpoint; their names show which container they are in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """S3, Google Cloud Storage and Azure Blob Storage through obstore: the extras ``s3``, ``gcs`` and ``azure``.
 
-Requests run on an event loop in a separate thread, so that Ctrl-C ends the wait for a request and cancels it,
-because obstore's blocking calls do not react to signals.
+Requests run on an event loop in a separate thread, so that Ctrl-C can end the wait for a request and cancel it:
+obstore's blocking calls do not react to signals.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from .object_store import ObjectStoreBackend
 
 
 class FolderInMemory(ObjectStoreBackend):
-    """A folder whose files are in memory, keyed by path, to be written together or after being read together."""
+    """A folder whose files are held in memory, keyed by path, before a joint write or after a joint read."""
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         super().__init__(url, is_remote=False)

@@ -95,7 +95,7 @@ class LocalBackend:
                     try:
                         is_directory = item.is_dir()
                         status = None if is_directory else item.stat()
-                    except FileNotFoundError:  # a broken symlink, or deleted meanwhile
+                    except FileNotFoundError:  # a broken symlink, or the entry has been deleted meanwhile
                         if not os.path.lexists(item.path):
                             continue
                     except OSError:  # a symlink loop, or a broken disk: opening the entry reports it
@@ -151,7 +151,7 @@ class LocalBackend:
         with os_errors(key, "create the directory"):
             try:
                 os.mkdir(key)
-            except FileExistsError:  # created by another process meanwhile, or a file has this name
+            except FileExistsError:  # another process has created it meanwhile, or a file has this name
                 if not os.path.isdir(key):
                     raise
                 is_new = False
@@ -243,7 +243,7 @@ class LocalBackend:
             return self._cloned(key, target, expected, refusal)
         if (
             self.identity(target)[:3] != expected[:3]
-        ):  # replaced meanwhile; or the file system copies instead of linking
+        ):  # the file has been replaced meanwhile, or the file system copies instead of linking
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
         with contextlib.suppress(OSError):

@@ -370,7 +370,7 @@ class Location:
             return int(file.write(data))
 
     def snapshot(self, known: Collection[str] = ()) -> Location:
-        """Return this location with a fixed listing: an object store lists the names below it once, now.
+        """Return this location with a fixed listing: an object store lists the names below it now, and not again.
 
         Reads through it see the current content; objects written through it may not be listed. The listing includes
         ``known``, paths of objects below it, even if the store leaves them out.
@@ -464,7 +464,7 @@ class Location:
 
         Args:
             data: The current content of this object, which may be written again as a test. With None, nothing is
-                written, and the answer is False if it is not known yet.
+                written, and the answer is False if that is not known yet.
         """
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
@@ -552,7 +552,7 @@ class Location:
     ) -> None:
         """Write bulk data files below this directory, each in the same way as :meth:`write_data`.
 
-        On a disk, several threads write one file after the other; an object store receives several files at once.
+        On a disk, all threads write one file at a time; an object store receives several files at once.
 
         Args:
             files: The files to write.

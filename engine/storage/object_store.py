@@ -179,7 +179,7 @@ class ObjectStoreBackend:
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # settings that cannot be read are reported by the error itself
+        with contextlib.suppress(Exception):  # the error itself reports settings that cannot be read
             return self.advice(kind)
         return ""
 

@@ -275,7 +275,7 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
 
 
 class Azure(CloudBackend):
-    """An Azure Blob Storage container, in the account given by its URL or by the environment."""
+    """An Azure Blob Storage container, in the account that its URL or the environment names."""
 
     extra = "azure"
     variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
