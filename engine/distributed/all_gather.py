@@ -91,7 +91,7 @@ class TorchTransport:
 
 
 class JaxTransport:
-    """A jitted identity that gathers its argument within each team, over one device of each process."""
+    """A jitted identity function that gathers its argument within each team, using one device per process."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]

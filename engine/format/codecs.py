@@ -47,7 +47,7 @@ class ContentDigest:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: NDArray[np.uint8]) -> None:
-        # Above some 100 kB, xxhash releases the GIL; after each such piece, another computing thread would then hold it
+        # Above some 100 kB, xxhash releases the GIL; after each such piece, another busy thread would then hold it
         # for milliseconds.
         view = data.data
         for start in range(0, len(view), _HELD):

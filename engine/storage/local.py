@@ -39,7 +39,7 @@ TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic wri
 
 THREADS = 8  # threads that write one file, including the calling thread
 
-# Writer threads while a training loop runs: two reach most of the speed, and more would take CPU time from the loop.
+# Writer threads beside a training loop: two of them reach most of the speed; more would take CPU time from the loop.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before each write

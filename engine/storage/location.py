@@ -170,7 +170,7 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
 
 
 def sync_all(locations: Sequence[Location]) -> None:
-    """Sync local files and directory entries to disk, all at the same time; objects in a store are durable anyway."""
+    """Sync local files and directory entries to disk concurrently; objects in a store are durable anyway."""
     local.sync_all([os.fspath(location) for location in locations if location.is_local])
 
 
