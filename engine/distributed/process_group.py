@@ -178,5 +178,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if no others call this; the others wait ``start_secs`` for it to start."""
+    """Run long work on process 0, even if no other process calls it; others wait ``start_secs`` for it to start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

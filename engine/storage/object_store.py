@@ -66,7 +66,7 @@ class _Listing:
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # cached lookups of names outside the prefix
+    others: dict[str, bool] = field(default_factory=dict)  # cached lookups outside the prefix: whether names exist
 
 
 class _Pending(Protocol[T_co]):
