@@ -234,7 +234,7 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return a data file's size, or an upper bound, as object stores report sizes only when a file is read."""
+        """Return a data file's size, or an upper bound, because object stores report sizes only on reading."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size

@@ -25,12 +25,12 @@ from .grid import ArraySpec
 from .plan import Layout, PlannedSegment, batches
 
 _STEP = 1 << 20  # bytes of small chunks that are joined into one piece
-_PIECE = 256 << 10  # bytes; a piece this large is still in the L2 cache after it was copied
+_PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
 _FILES = 2  # number of such files compressed or written concurrently, and thus held in memory
-_GROUP_BYTES = 16 << 20  # most bytes that a thread compresses per call
-_GROUP_CHUNKS = 4096  # most chunks that a thread compresses per call
+_GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
+_GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
 
 # Chunk digests by array number and chunk number. A value of None requests a digest, which the writer fills in.

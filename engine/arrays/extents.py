@@ -149,7 +149,7 @@ class ChunkReader:
 def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
     """Return the extents to read, and how many to read concurrently."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    if remote:  # interleave files, as a service may serve a single file slowly
+    if remote:  # interleave files, because a service may serve a single file slowly
         ranks: Counter[str] = Counter()
         order = []
         for extent in extents:

@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and by leaf how a changed program mismatches."""
+    """Return the containers and leaf templates of a resumed state, and, by leaf, mismatches with the program."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -348,7 +348,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return the partition of each leaf that is needed only in part, by leaf index."""
+    """Return a dict from leaf index to partition, for leaves of which only a part is needed."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):

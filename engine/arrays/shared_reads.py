@@ -51,7 +51,7 @@ class WantedArray(ArraySpec):
     def of(
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
-        """Return an array; if it has too many chunks, join neighbors, along the last axes first."""
+        """Describe an array; if it has too many chunks, merge neighboring ones, along the last axes first."""
         joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
@@ -144,7 +144,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
         owners[cells] = min(together)
         chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
     if (owners < 0).any():
-        return None  # some chunks are wanted by no process, for example if the array is cut to a smaller shape
+        return None  # no process wants some of the chunks, for example if the array is cut to a smaller shape
     reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
     if reads <= _TOO_OFTEN * count:
         return None

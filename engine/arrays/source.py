@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class SavedLeaf(NamedTuple):
-    """One leaf of a checkpoint, by its storage name; its data is not read yet."""
+    """One leaf of a checkpoint, with its storage name; its data has not been read yet."""
 
     name: str
     saved: Saved
@@ -52,7 +52,7 @@ class SavedLeaf(NamedTuple):
 
 
 class NamedVariables(Protocol):
-    """A checkpoint's values under the names that the library which wrote it uses."""
+    """A checkpoint's values, under the names used by the library that wrote it."""
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shape of every value."""
@@ -131,7 +131,7 @@ class TreeSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes if another checkpoint is put at the path; "" for formats that cannot tell."""
+        """Text that changes if the checkpoint at the path is replaced; "" for formats that cannot detect this."""
         return ""
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ class AggregateHandler(abc.ABC):
     """Stores many leaves of one tree in one file: the leaves saved with ``SaveArgs(aggregate=True)``.
 
     Attributes:
-        name: Name of this handler in ``tree.json``. Loading the leaves needs a handler of this name.
+        name: Name of this handler in ``tree.json``. Loading the leaves needs a handler with this name.
         filename: Name of the file in the item's folder.
     """
 
@@ -263,7 +263,7 @@ class AggregateHandler(abc.ABC):
         """Return the content of the file.
 
         Args:
-            leaves: Host arrays by leaf name; Python numbers are 0-d arrays.
+            leaves: Host arrays, keyed by leaf name; Python numbers are 0-d arrays.
 
         Returns:
             The file's content.
@@ -278,7 +278,7 @@ class AggregateHandler(abc.ABC):
                 the content must not make this method run code, or take memory out of proportion to its size.
 
         Returns:
-            The arrays by leaf name, with the saved dtypes and shapes.
+            The arrays, keyed by leaf name, with the saved dtypes and shapes.
 
         Raises:
             DamagedCheckpointError: The content is not what :meth:`serialize` writes.
@@ -286,7 +286,7 @@ class AggregateHandler(abc.ABC):
 
 
 class MsgpackHandler(AggregateHandler):
-    """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` reads: a dictionary by leaf name.
+    """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` reads: a dict keyed by leaf name.
 
     The format is https://github.com/msgpack/msgpack/blob/master/spec.md; an array is an extension of type 1 that holds
     the msgpack of its shape, the name of its dtype, and its bytes in C order.

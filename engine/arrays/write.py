@@ -273,7 +273,7 @@ def _plain_values(tree: HostTree) -> dict[str, str]:
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text on one line; a long text is cut, and a digest of all of it is appended."""
+    """Return a text on one line; a long text is truncated, and a digest of the full text is appended."""
     if len(text) <= _SHOWN and text.isprintable():
         return text
     digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))

@@ -2,7 +2,7 @@
 
 A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
 record may be removed; one with neither is not a checkpoint and is never touched. If a directory, a pipe or a socket
-has the name of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed step stays.
+has the name of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed step is kept.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def copy_left(location: Location) -> str | None:
 
 @contextlib.contextmanager
 def only_logged(location: Location) -> Iterator[None]:
-    """Log clean-up errors only, as they must neither turn a success into a failure nor hide the real error."""
+    """Log clean-up errors instead of raising them: they must not make a success fail, nor hide the real error."""
     try:
         yield
     except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
@@ -157,8 +157,8 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
                 (location / name).remove()
             return
     if not location.is_local:
-        (location / DELETED).write_bytes(b"{}")  # an empty marker is enough, and saves the request for the record
-        # Without the files of saves that begin later, and with the recorded files, which a listing may lack.
+        (location / DELETED).write_bytes(b"{}")  # an empty marker is enough, and saves a request that reads the record
+        # Excludes the files of saves that begin later; includes the recorded files, which a listing may lack.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
