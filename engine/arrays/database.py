@@ -84,7 +84,7 @@ class ArrayDatabase:
         return None if self._files is None else self._files.get(path)
 
     def file_checks(self) -> dict[str, FileCheck]:
-        """Return the known sizes and checksums of the files in the commit record, by path."""
+        """Return the known sizes and checksums of the files in the commit record, keyed by path."""
         entries, files = self._all_entries(), self._files or {}
         outside = np.flatnonzero(entries.lengths)
         order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]

@@ -33,7 +33,7 @@ _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per 
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
 
-# Chunk digests by array number and chunk number. A value of None requests a digest, which the writer fills in.
+# Chunk digests, keyed by array number and chunk number. A value of None requests a digest, which the writer fills in.
 Digests = dict[tuple[int, int], bytes | None]
 
 
@@ -105,7 +105,7 @@ def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list
 def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests) -> Generator[Bytes, None, int]:
     """Yield the bytes of a chunk, and return its checksum; store its digest if requested."""
     data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
-    data.flags.writeable = False  # lets the checksum use each piece without making a view
+    data.flags.writeable = False  # read-only, so that the checksum function needs no view of each piece
     digest = ContentDigest() if chunk in digests else None
     checksum = 0
     for start in range(0, len(data), _PIECE):

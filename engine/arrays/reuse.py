@@ -127,7 +127,7 @@ class WrittenSteps:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, _WrittenStep] = {}  # by step, in commit order
+        self._steps: dict[int, _WrittenStep] = {}  # keyed by step, in commit order
         self._seen: dict[ChunkKey, _SeenChunk] = {}
         self._before: dict[ChunkKey, _SeenChunk] = {}  # chunks as observed by the previous save
         self._parts: dict[str, WrittenSteps] = {}

@@ -132,7 +132,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
 
     owners = np.full(wanted.grid, -1, np.int32)  # for each chunk, one process of its team
     numbers = np.arange(count).reshape(wanted.grid)
-    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers by the processes that want them
+    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers, keyed by the processes that want them
     for part in wanted.parts:
         if 0 in part.shape:
             continue
@@ -199,9 +199,9 @@ class SharedReads:
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
         parts: Sequence[Sequence[Part] | None],  # per leaf, the parts that processes want; None: the whole leaf
-        boxes: Mapping[int, Sequence[Box]],  # by leaf index, the boxes this process wants; the whole leaf if missing
+        boxes: Mapping[int, Sequence[Box]],  # keyed by leaf index: the boxes to read; the whole leaf if missing
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes want, each chunk only once; return them by leaf index."""
+        """Read the arrays that several processes want, each chunk only once; return them keyed by leaf index."""
         # If the data that this process reads is damaged, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}

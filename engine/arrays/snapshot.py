@@ -101,7 +101,7 @@ class StagingBuffer:
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if not self.is_free:
-            # The last snapshot has not been written yet, for example if one handler saves two items: keep its memory.
+            # The last snapshot has not been written yet (one handler may save two items), so it keeps its memory.
             self.memory = np.empty(0, np.uint8)
             self._pinned = None
         on_host, on_devices = snapshot_bytes(leaves)

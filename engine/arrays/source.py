@@ -85,7 +85,7 @@ class TreeSource(Protocol):
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
     left_out: Sequence[str] = ()  # file contents that are not in the tree, one line each, with the reason
-    # Reasons why listed leaves are unreadable, by leaf name; reading such a leaf raises an error.
+    # Reasons why listed leaves are unreadable, keyed by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
     # The values under the names of the library that wrote them; None if these names equal the leaf paths.
     variables: NamedVariables | None = None
@@ -94,7 +94,7 @@ class TreeSource(Protocol):
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
 
     def external(self) -> dict[str, int]:
-        """Return the leaves that only a type handler can read: their positions in the saved tree, by leaf name."""
+        """Return a dict from leaf name to position in the saved tree, for leaves that only a type handler can read."""
         numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
         pairs = zip(self.leaves, numbers, strict=True)
         return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}

@@ -58,7 +58,7 @@ class BackgroundSave:
         """Run ``work`` on a new thread, then ``ended``; the event passed to ``work`` is set once the program waits."""
 
         def run() -> None:
-            # Let the training loop continue first: this thread may hold the GIL for milliseconds.
+            # Let the training loop continue first, because this thread may hold the GIL for milliseconds.
             started.acquire(timeout=_HEAD_START)
             result = failure = None
             try:

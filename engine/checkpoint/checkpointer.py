@@ -281,7 +281,7 @@ class OwnItems:
         self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item that a checkpointer, which saves unnamed objects, restores."""
+        """Return the name of the item to restore for a checkpointer, which does not name its objects."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -301,7 +301,7 @@ class OwnItems:
             raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
 
     def structure(self, name: str, handler: CheckpointHandler) -> Any:
-        """Describe an item without reading its data; None if its handler does not support this."""
+        """Describe an item without reading its data; return None if its handler does not support this."""
         saved = self.record.items[name]
         return handler.structure(self.location / saved.folder, **_records(handler, saved))
 

@@ -126,8 +126,8 @@ class PendingCheckpoint(ABC):
 
     Attributes:
         token: Distinguishes this save from all others.
-        paths: The relative paths of its item folders and archives, by item.
-        folders: The locations of these folders and archives, by item.
+        paths: The relative paths of its item folders and archives, keyed by item.
+        folders: The locations of these folders and archives, keyed by item.
         continues: Whether this copy continues an interrupted copy of the same checkpoint and reuses its files.
     """
 
@@ -415,7 +415,7 @@ class LocalCommit(PendingCheckpoint):
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
                     if (
                         PARTIAL in names and not self._lock.shows_life
-                    ):  # a damaged record is there, and will be replaced
+                    ):  # the damaged record there will be replaced
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:

@@ -104,7 +104,7 @@ class CopyProgress:
     total: int = 0  # size of all files
     done: int = 0  # at the destination
     arrived: int = 0  # of these, added by this copy, not by an earlier attempt
-    sent: int = 0  # of these, sent from here; the others were copied by the store itself
+    sent: int = 0  # of these, sent by this machine; the store itself has copied the others
     advance: Callable[[int], None] = NULL.advance  # called with the number of bytes that have arrived
 
 
@@ -145,7 +145,7 @@ class _CopiedFolders(CommitParts):
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         super().__init__(location)
-        # Folder names only; the commit appends the suffix of zip files.
+        # Folder names without the zip suffix, which the commit appends.
         self._folders = {
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
@@ -234,7 +234,7 @@ def copy_witness(source: Location, destination: Location, *, again: bool = False
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
-    """Return the sizes and checksums of all files of a checkpoint, by path relative to its directory."""
+    """Return the sizes and checksums of all files of a checkpoint, keyed by path relative to its directory."""
     checks = {path: FileCheck(file) for item in record.items.values() for path, file in item.paths.items()}
     trees = [part for part in record.parts().values() if part.kind == TREES]
     shares = [

@@ -31,7 +31,7 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, as archives have up to 256 KiB of arrays
+_ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, because archives hold at most 256 KiB of arrays
 _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
@@ -107,7 +107,7 @@ def is_left_archive(location: Location) -> bool:
         return False
     try:
         return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # it was removed, or is larger than any archive of ours
+    except (ObjectNotFoundError, DamagedCheckpointError):  # it has been removed, or is larger than any holdfast archive
         return False
 
 
@@ -170,7 +170,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        # A directory of another user stays, and marks the deletion, too.
+        # Another user's directory cannot be removed; it marks the deletion as well.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
     try:  # holds the lock against saves that begin meanwhile
@@ -202,7 +202,7 @@ def _release(location: Location, *locks: SaveLock) -> None:
 
 @contextlib.contextmanager
 def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Iterator[None]:
-    """Delete the checkpoints that were made in a directory if Ctrl-C ends the work, and the directory if it is new."""
+    """If Ctrl-C ends the work, delete the checkpoints made in a directory, and the directory itself if it is new."""
     is_new = not directory.exists()
     try:
         yield
@@ -244,7 +244,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # not found: the record was deleted meanwhile
+    except (CheckpointNotFoundError, FormatVersionError):  # not found: the record has been deleted meanwhile
         return False
     except DamagedCheckpointError:  # keep its data for inspection by the user
         if tells and PARTIAL in names:  # without locks, the save may still be running

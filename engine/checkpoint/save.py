@@ -195,7 +195,7 @@ class Save:
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
         """Pack small items into zip files in memory, to save requests to an object store; return them by item name."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # then all folders exist already
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
@@ -282,7 +282,7 @@ class Primary:
         return self.pending.folders
 
     def gather(self, shares: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
-        """Wait until every process has written its share; return the fragments by item."""
+        """Wait until every process has written its share; return a dict from item to fragments."""
         gathered = {name: [fragment] for name, fragment in shares.items()}
         contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
         sent = [

@@ -21,7 +21,7 @@ from ..storage import Helper, Location, folder_in_memory
 
 T = TypeVar("T")
 
-Files = Mapping[str, FileRecord]  # an item's files by path relative to its folder, as in the commit record
+Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
 # Maximum bytes of an item packed into one file: reading all of it takes no longer than another request to a store.
 SMALL_ITEM = 256 << 10
@@ -65,7 +65,7 @@ class CheckpointHandler(abc.ABC):
         kind: Name by which the commit record identifies what this handler writes.
         collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
         optional: Whether a checkpoint may be saved without the item, and restored without it even if it was saved.
-        verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
+        verifies: Whether restoring verifies what it reads. Otherwise, all files are first checked against digests.
         shares_reads: Whether :meth:`restore` takes ``shared=``, so that data needed by several processes is read only
             once; a subclass that overrides ``restore`` must set it again.
     """

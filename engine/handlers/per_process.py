@@ -164,7 +164,7 @@ class ProcessShare:
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         files: dict[str, FileRecord] = {}
-        packs: list[dict[int, bytes]] = []  # each has the zip files of consecutive processes
+        packs: list[dict[int, bytes]] = []  # each pack contains the zip files of consecutive processes
         for process, fragment in enumerate(fragments):
             if not fragment.startswith(b"{"):
                 if not packs or process - 1 not in packs[-1] or len(packs[-1]) == ARCHIVE_FILES:

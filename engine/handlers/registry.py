@@ -188,7 +188,7 @@ class ExternalLeaves:
         *,
         snapshot: bool,
     ) -> None:
-        self.notes: dict[int, ValueLeaf] = {}  # ``tree.json`` entries by leaf index
+        self.notes: dict[int, ValueLeaf] = {}  # ``tree.json`` entries, keyed by leaf index
         self._groups: list[_Group] = []
         for handler, numbers in _by_handler(enumerate(map(registry.find, values if registry.leaf_types else ()))):
             handled = [values[number] for number in numbers]
