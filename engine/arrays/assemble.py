@@ -139,7 +139,7 @@ class Assembly:
         )
 
     def column(self, value: Callable[[ChunkDecoder], Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return ``value`` of each array's decoder, as an array with one entry per array."""
+        """Apply ``value`` to each array's decoder; return an array with one entry per array."""
         return np.array(list(map(value, self._distinct)), dtype)[self._decoder_ids]
 
     def _output_boxes(self, array: int) -> list[OutputBox]:

@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """The sources of all arrays by number, stored as columns to save memory and time with many small arrays."""
+    """Sources of all arrays, indexed by number; stored as columns to save memory and time with many small arrays."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]

@@ -348,7 +348,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return a dict from leaf index to partition, for leaves of which only a part is needed."""
+    """Return a dict from leaf index to partition, for the leaves that are needed only in part."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):

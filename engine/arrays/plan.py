@@ -204,7 +204,7 @@ class Catalog:
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
     def column(self, value: Callable[[ArrayEncoding], Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return ``value`` of each array's encoding, as an array with one entry per array."""
+        """Apply ``value`` to each array's encoding; return an array with one entry per array."""
         return np.array(list(map(value, self.distinct)), dtype)[self.encoding_ids]
 
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:

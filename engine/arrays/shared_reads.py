@@ -167,7 +167,7 @@ class SharedReads:
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
-        """Prepare; ``always`` shares reads even if they are small, or if all processes run on one machine."""
+        """Prepare the reads; ``always`` shares them even if they are small, or if all processes run on one machine."""
         self._rendezvous = rendezvous
         self._transport = transport
         self._timeout = timeout

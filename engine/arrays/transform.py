@@ -47,7 +47,7 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Caches leaves of a saved tree, each read once as a whole; arrays are read-only: functions may share them."""
+    """Caches leaves of a saved tree, each read once as a whole; arrays are read-only because functions share them."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source

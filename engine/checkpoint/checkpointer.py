@@ -72,7 +72,7 @@ class Checkpointer:
 
     @cached_property
     def _processes(self) -> ProcessGroup:
-        # Lazy: a program may make a checkpointer before its processes are connected.
+        # Lazy, because a program may create a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:

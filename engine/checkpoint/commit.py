@@ -164,7 +164,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Write the marker, which identifies a crashed save, and make the folders of items not in ``archives``."""
+        """Write the marker, which identifies a crashed save, and create the folders of items not in ``archives``."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -175,7 +175,7 @@ class PendingCheckpoint(ABC):
         self._begin(archives)
 
     def commit(self, record: CheckpointRecord) -> None:
-        """Make the items durable, then write the record, which makes the checkpoint exist."""
+        """Make the items durable, then write the record; from then on, the checkpoint exists."""
         if not (self._is_alone or self._holds_path()):
             raise self._lock.conflict()
         if self._old is not None:
@@ -215,7 +215,7 @@ class PendingCheckpoint(ABC):
 
     @abstractmethod
     def _begin(self, archives: Collection[str]) -> None:
-        """Write the marker, and make the folders."""
+        """Write the marker, and create the folders."""
 
     @abstractmethod
     def _write(self, record: CheckpointRecord) -> None:
@@ -415,7 +415,7 @@ class LocalCommit(PendingCheckpoint):
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
                     if (
                         PARTIAL in names and not self._lock.shows_life
-                    ):  # the damaged record there will be replaced
+                    ):  # there is a damaged record, which will be replaced
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:

@@ -102,7 +102,7 @@ class CopyProgress:
     """The progress of a copy in bytes; may be read from other threads."""
 
     total: int = 0  # size of all files
-    done: int = 0  # at the destination
+    done: int = 0  # bytes that are at the destination already
     arrived: int = 0  # of these, added by this copy, not by an earlier attempt
     sent: int = 0  # of these, sent by this machine; the store itself has copied the others
     advance: Callable[[int], None] = NULL.advance  # called with the number of bytes that have arrived

@@ -36,7 +36,7 @@ _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in o
 
 
 class CommitParts:
-    """Hooks by which a kind of checkpoint extends the commit; by default there are none, and items are root folders.
+    """Hooks for extending the commit to other kinds of checkpoints; by default, items are folders at the root.
 
     Checkpoints whose parts have their own directories use a subclass. The record at the root alone decides; the
     documents of parts are derived from it, removed before the record changes (:meth:`withdraw`) and written after it
@@ -217,7 +217,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
     # Raises StorageConflictError if a save is running or another process sweeps or deletes, StoragePermissionError if
-    # that is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
+    # this is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:

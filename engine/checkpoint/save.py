@@ -193,7 +193,7 @@ class Save:
         return {name: ItemRecord(folder.name, self._kinds[name], files[name]) for name, folder in folders.items()}
 
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
-        """Pack small items into zip files in memory, to save requests to an object store; return them by item name."""
+        """Pack small items into zip files in memory, to save object store requests; return them keyed by item name."""
         process = replace(self._role.process, awaited=awaited)
         begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:

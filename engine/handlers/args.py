@@ -46,7 +46,7 @@ class SaveArgs:
     """How one leaf is saved.
 
     Attributes:
-        aggregate: Store the leaf in one file with all other such leaves, instead of among the arrays; for small leaves.
+        aggregate: Store the leaf in one file with all such leaves, not as an array of its own; meant for small leaves.
             Text, bytes, None and long integers are always stored in ``tree.json``.
         dtype: Cast the elements to this dtype before they are saved. Python numbers are cast, too; leaves without
             numbers (text, bytes, None, PRNG keys) stay as they are. Precision may be lost; a value that the dtype

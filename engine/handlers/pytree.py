@@ -243,7 +243,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 template, jax arrays are restored as jax arrays if the program has imported jax; a list of root keys
                 restricts that to the leaves below them.
             entries: Templates for some entries of a saved dictionary, which may be missing there; the other entries
-                are restored as without a template.
+                are restored as if there were no template.
             source: A tree saved by another library, which is read instead of the one in the folder.
             shared: Shared reads of all processes, from a manager: data that several processes need is read only once.
             cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
