@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes to make views of a chunk's buffer: contiguous runs that together use nearly all of it."""
+        """Return the boxes that can view a chunk's buffer: contiguous runs that together use nearly all of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays or boxes, if none is damaged; empty arrays, which have no chunks, are made here."""
+        """Return the arrays or boxes, if none is damaged; empty arrays, which have no chunks, are created here."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):

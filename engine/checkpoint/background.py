@@ -138,7 +138,7 @@ class BackgroundSave:
             raise error
 
 
-_unraised: set[BackgroundSave] = set()  # have an unraised error; kept even if the program discards the manager
+_unraised: set[BackgroundSave] = set()  # with an unraised error; kept here even if the program discards the manager
 
 _running: set[BackgroundSave] = set()
 

@@ -129,7 +129,7 @@ def copy_left(location: Location) -> str | None:
 
 @contextlib.contextmanager
 def only_logged(location: Location) -> Iterator[None]:
-    """Log clean-up errors instead of raising them: they must not make a success fail, nor hide the real error."""
+    """Only log clean-up errors: they must neither turn a success into a failure nor hide the real error."""
     try:
         yield
     except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
