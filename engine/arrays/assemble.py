@@ -24,10 +24,10 @@ from .grid import ArraySpec
 COPY = 256 << 10
 
 _SMALL = 8 << 10  # bytes; larger arrays do not share a memory block with others
-_INCOMPRESSIBLE = 1 << 10  # most bytes that zstd adds to an incompressible chunk, besides 1/128 of its size
-_BLOCK = 64 << 10  # size of a memory block of small arrays; any one of them keeps it alive
-_LARGE_BLOCK = 2 << 20  # the same if there are many: one huge page is cheaper than 32 blocks
-_MOST_AXES = 32  # axis limit of numpy 1
+_INCOMPRESSIBLE = 1 << 10  # maximum bytes that zstd adds to an incompressible chunk, besides 1/128 of its size
+_BLOCK = 64 << 10  # size of a memory block for small arrays; any one of them keeps the whole block alive
+_LARGE_BLOCK = 2 << 20  # block size if there are many small arrays: one huge page is cheaper than 32 blocks
+_MOST_AXES = 32  # maximum number of axes in numpy 1
 _WASTE = 256  # largest gap in bytes that may be copied along between two small arrays
 
 
@@ -139,7 +139,7 @@ class Assembly:
         )
 
     def column(self, value: Callable[[ChunkDecoder], Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return ``value`` of each array's decoder, as an array with one entry per array."""
+        """Apply ``value`` to each array's decoder; return an array with one entry per array."""
         return np.array(list(map(value, self._distinct)), dtype)[self._decoder_ids]
 
     def _output_boxes(self, array: int) -> list[OutputBox]:
@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes to make views of a chunk's buffer: contiguous runs that together use nearly all of it."""
+        """Return the boxes that can view a chunk's buffer: contiguous runs that together use nearly all of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays or boxes, if none is damaged; empty arrays, which have no chunks, are made here."""
+        """Return the arrays or boxes, if none is damaged; empty arrays, which have no chunks, are created here."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):
@@ -283,7 +283,7 @@ def _small_arrays(
     keep: bool,
 ) -> tuple[Integers, list[NDArray[Any]]]:
     """Verify chunks that each hold a small array; return the indexes of the valid ones, and their arrays."""
-    # Vectorized: with ten thousand small arrays, work in Python for each would take too long.
+    # Vectorized, because with ten thousand small arrays, Python code for each array would take too long.
     sizes = np.array([decoder.spec.chunk_nbytes for decoder in decoders], np.int64)[decoder_ids]
     stops = starts + sizes
     expected = _elements_at(data, stops, np.dtype("<u4"))
@@ -303,7 +303,7 @@ def _small_arrays(
     apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
     bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(good)]
     spans = [(int(first[low]), int(last[high - 1])) for low, high in pairwise(bounds)]
-    # Arrays with equal metadata at equal distances in a block are made at once, as rows of one strided array.
+    # Arrays with equal metadata at equal distances in a block are created together, as rows of one strided array.
     blocks = np.concatenate([[0], np.cumsum(apart)])
     good = good[np.argsort(blocks * len(decoders) + decoder_ids[good], kind="stable")]
     first, decoder_ids = starts[good], decoder_ids[good]

@@ -2,7 +2,7 @@
 
 Every chunk is inside one part of its array, so each process that holds the part can write the chunk. A chunk with a
 single holder is written by that process. All other chunks are distributed among their holders so that every process
-writes about the same: groups of few holders first, as they have the least choice, and large chunks before small ones.
+writes about as much: groups with few holders first, because they have least choice, and large chunks before small ones.
 Every process computes the same assignment without communication. Equal arrays are distributed together, so the
 work depends on the number of classes of arrays, not on the number of chunks.
 
@@ -170,7 +170,7 @@ class ChunkAssignment:
             self._loads[members[group]] = loads
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
-        """Return each holder's ideal share in bytes of each group's chunks, as if chunks could be cut anywhere."""
+        """Return, for each group, how many bytes each holder would ideally take if chunks could be cut anywhere."""
         # Groups can overlap, like rows and columns of a mesh. In several rounds, each group in turn fills up its least
         # loaded holders, which converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}

@@ -84,7 +84,7 @@ class ArrayDatabase:
         return None if self._files is None else self._files.get(path)
 
     def file_checks(self) -> dict[str, FileCheck]:
-        """Return the known sizes and checksums of the files in the commit record, by path."""
+        """Return the known sizes and checksums of the files in the commit record, keyed by path."""
         entries, files = self._all_entries(), self._files or {}
         outside = np.flatnonzero(entries.lengths)
         order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]
@@ -234,7 +234,7 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return a data file's size, or an upper bound, as object stores report sizes only when a file is read."""
+        """Return a data file's size, or an upper bound, because object stores report sizes only on reading."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size

@@ -163,7 +163,7 @@ class FileCheck(NamedTuple):
             end = min(position + step, stop)
             with required(location):
                 part = file.read(position, end - position, buffer)
-            part.flags.writeable = False  # lets the checksums use each chunk without making a view
+            part.flags.writeable = False  # read-only, so that the checksum functions need no view of each chunk
             if self.record.crc32c is not None:
                 whole = extend(whole, part)
             while chunk is not None and chunk[0] < end:

@@ -25,15 +25,15 @@ from .grid import ArraySpec
 from .plan import Layout, PlannedSegment, batches
 
 _STEP = 1 << 20  # bytes of small chunks that are joined into one piece
-_PIECE = 256 << 10  # bytes; a piece this large is still in the L2 cache after it was copied
+_PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
 _FILES = 2  # number of such files compressed or written concurrently, and thus held in memory
-_GROUP_BYTES = 16 << 20  # most bytes that a thread compresses per call
-_GROUP_CHUNKS = 4096  # most chunks that a thread compresses per call
+_GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
+_GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
 
-# Chunk digests by array number and chunk number. A value of None requests a digest, which the writer fills in.
+# Chunk digests, keyed by array number and chunk number. A value of None requests a digest, which the writer fills in.
 Digests = dict[tuple[int, int], bytes | None]
 
 
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """The sources of all arrays by number, stored as columns to save memory and time with many small arrays."""
+    """Sources of all arrays, indexed by number; stored as columns to save memory and time with many small arrays."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]
@@ -105,7 +105,7 @@ def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list
 def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests) -> Generator[Bytes, None, int]:
     """Yield the bytes of a chunk, and return its checksum; store its digest if requested."""
     data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
-    data.flags.writeable = False  # lets the checksum use each piece without making a view
+    data.flags.writeable = False  # read-only, so that the checksum function needs no view of each piece
     digest = ContentDigest() if chunk in digests else None
     checksum = 0
     for start in range(0, len(data), _PIECE):

@@ -72,7 +72,7 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 _THREADS = 4
 _BUFFERS = 12  # read buffers may total at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
-COPIED_EXTENT_BYTES = 4 << 20  # the same for extents that are copied, whose buffer is reused
+COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of extents that are copied, whose buffer is reused
 _FEW = 32  # extents; with more, a single thread would mostly wait
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to process than to read
 LOCAL_GAP = 4 << 10  # bytes; a gap between chunks up to this size is cheaper to read than to skip: one disk page
@@ -129,7 +129,7 @@ class ChunkReader:
             rows = range(extent.first, extent.stop)
             return sum(self.read(_extent(self.chunks, row, row + 1, kept=extent.kept)) for row in rows)
         if not extent.kept:
-            data.flags.writeable = False  # lets the checksums use each chunk without making a view
+            data.flags.writeable = False  # read-only, so that the checksum functions need no view of each chunk
         self.use(extent, data)
         return extent.length
 
@@ -149,7 +149,7 @@ class ChunkReader:
 def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
     """Return the extents to read, and how many to read concurrently."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    if remote:  # interleave files, as a service may serve a single file slowly
+    if remote:  # interleave files, because a service may serve a single file slowly
         ranks: Counter[str] = Counter()
         order = []
         for extent in extents:

@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and by leaf how a changed program mismatches."""
+    """Return a resumed state's containers and leaf templates, and a dict from leaf to its mismatch with the program."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -308,7 +308,7 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# The arguments of `materialize`: whole arrays, and for arrays read in parts, the partition and parts by leaf index.
+# Arguments of `materialize`: whole arrays, and a dict from leaf index to partition and parts for all other arrays.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
@@ -348,7 +348,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return the partition of each leaf that is needed only in part, by leaf index."""
+    """Return a dict from leaf index to partition, for the leaves that are needed only in part."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):

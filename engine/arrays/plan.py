@@ -65,9 +65,9 @@ class Layout:
         segment_bytes: Bytes that a writer thread writes at a time.
         data_file_bytes: Largest data file, in bytes. Only a file that holds a single chunk may be larger.
         upload_bytes: Largest data file in an object store, in bytes, and on the disk of a run whose mirror is in one.
-            Each data file is one upload; eight of them are in memory, and under way, at a time.
+            Each data file is one upload; up to eight are held in memory and uploaded at a time.
         compression: zstd level for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
-            which is fastest: parameters and optimizer state hardly shrink.
+            which is fastest and costs little space, because parameters and optimizer state hardly shrink.
     """
 
     chunk_bytes: int = 16 << 20
@@ -204,7 +204,7 @@ class Catalog:
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
     def column(self, value: Callable[[ArrayEncoding], Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return ``value`` of each array's encoding, as an array with one entry per array."""
+        """Apply ``value`` to each array's encoding; return an array with one entry per array."""
         return np.array(list(map(value, self.distinct)), dtype)[self.encoding_ids]
 
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
@@ -284,7 +284,7 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
-    """Place chunks in data files; groups never share a file. ``lengths`` is the chunk size in bytes by array."""
+    """Place chunks in data files; groups never share a file. ``lengths`` has each array's chunk size in bytes."""
     files: list[PlannedFile] = []
     before = 0
     for arrays, numbers in groups:

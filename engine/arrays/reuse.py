@@ -1,14 +1,14 @@
 """Detects chunks that have not changed since earlier saves, and shares the files of earlier steps that hold them.
 
 Chunks are compared by a 128-bit digest of exactly the bytes that would be written: neither torch's version counters
-nor the identity of jax arrays proves that bytes are equal. The digest of a chunk is computed as it is written. Later
+nor the identity of jax arrays proves that bytes are equal. A chunk's digest is computed when it is written. Later
 saves compute the digests of their chunks, and share each file of an earlier step that has enough unchanged chunks.
 
 Digests are kept in memory for the lifetime of a manager. Chunks that change in every save cost next to nothing: a
 sample of each chunk is compared first, and chunks that change only outside the sample are compared ever less often.
 
 A step shares no file with the step before it, so that one bad sector never damages both the newest step and the one to
-fall back to. There are thus two lineages of files. In an object store the files are copied; a copy may repeat damage.
+fall back to. There are thus two lineages of files. In an object store the files are copied; a copy may inherit damage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Held = tuple[tuple[int, int], bytes]  # the array number and chunk number of a 
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; smaller chunks are written faster than they are compared
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
-_LIVE = 0.5  # minimum fraction of unchanged bytes for sharing a file; its other bytes take disk space for nothing
+_LIVE = 0.5  # minimum fraction of unchanged bytes for sharing a file; its other bytes waste disk space
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
 _SAMPLE_GAP = 4096  # minimum distance in bytes between samples
@@ -48,7 +48,7 @@ _THREADS = 4
 _SHARE = 16 << 20  # bytes per thread
 _PATIENCE = 2  # consecutive changes outside the sample after which a chunk is compared less often
 _LONGEST_REST = 64  # longest pause between comparisons, in saves
-_REMEMBERED = 64  # steps whose files are remembered
+_REMEMBERED = 64  # number of recent steps whose files are remembered
 
 # Errors that concern a single file: it is missing, was changed, or has reached the link limit.
 _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
@@ -127,7 +127,7 @@ class WrittenSteps:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, _WrittenStep] = {}  # by step, in commit order
+        self._steps: dict[int, _WrittenStep] = {}  # keyed by step, in commit order
         self._seen: dict[ChunkKey, _SeenChunk] = {}
         self._before: dict[ChunkKey, _SeenChunk] = {}  # chunks as observed by the previous save
         self._parts: dict[str, WrittenSteps] = {}
@@ -135,7 +135,7 @@ class WrittenSteps:
         self._step = -1
         self._apart: Collection[int] = ()
         self._refused: set[str] = set()  # paths of files that cannot be shared
-        self._off = False  # True once the storage turned out not to support sharing files
+        self._off = False  # True once the storage has turned out not to support sharing files
 
     def part(self, name: str) -> WrittenSteps:
         """Return the tracker for a part of the item that has its own folder."""
@@ -152,7 +152,7 @@ class WrittenSteps:
             part.begin(step, apart, is_there)
 
     def commit(self) -> None:
-        """Record that the save is committed: later saves may share its files."""
+        """Record that the save has been committed, so that later saves may share its files."""
         if self._pending is not None:
             self._steps.pop(self._step, None)
             self._steps[self._step] = self._pending
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing with earlier steps: one is damaged, and other steps may share the damaged file."""
+        """Stop sharing with earlier steps, because one is damaged, and other steps may share the damaged file."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -337,7 +337,7 @@ def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
 
 
 def _has_chunks(location: Location, file: WrittenFile) -> bool:
-    """Return True if a file's chunks still match their checksums. Timestamps cannot show that, as links change them."""
+    """Return True if a file's chunks still match their checksums. Timestamps cannot show it: links change them."""
     buffer = Buffer()
     with contextlib.suppress(DamagedCheckpointError, StorageError), location.open_data(size=file.size) as opened:
         return all(

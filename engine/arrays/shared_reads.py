@@ -51,7 +51,7 @@ class WantedArray(ArraySpec):
     def of(
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
-        """Return an array; if it has too many chunks, join neighbors, along the last axes first."""
+        """Describe an array; if it has too many chunks, merge neighboring ones, along the last axes first."""
         joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
@@ -132,7 +132,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
 
     owners = np.full(wanted.grid, -1, np.int32)  # for each chunk, one process of its team
     numbers = np.arange(count).reshape(wanted.grid)
-    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers by the processes that want them
+    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers, keyed by the processes that want them
     for part in wanted.parts:
         if 0 in part.shape:
             continue
@@ -144,7 +144,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
         owners[cells] = min(together)
         chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
     if (owners < 0).any():
-        return None  # some chunks are wanted by no process, for example if the array is cut to a smaller shape
+        return None  # no process wants some of the chunks, for example if the array is cut to a smaller shape
     reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
     if reads <= _TOO_OFTEN * count:
         return None
@@ -167,7 +167,7 @@ class SharedReads:
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
-        """Prepare; ``always`` shares reads even if they are small, or if all processes run on one machine."""
+        """Prepare the reads; ``always`` shares them even if they are small, or if all processes run on one machine."""
         self._rendezvous = rendezvous
         self._transport = transport
         self._timeout = timeout
@@ -199,9 +199,9 @@ class SharedReads:
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
         parts: Sequence[Sequence[Part] | None],  # per leaf, the parts that processes want; None: the whole leaf
-        boxes: Mapping[int, Sequence[Box]],  # by leaf index, the boxes this process wants; the whole leaf if missing
+        boxes: Mapping[int, Sequence[Box]],  # keyed by leaf index: the boxes to read; the whole leaf if missing
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes want, each chunk only once; return them by leaf index."""
+        """Read the arrays that several processes want, each chunk only once; return them keyed by leaf index."""
         # If the data that this process reads is damaged, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}

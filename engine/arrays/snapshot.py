@@ -76,8 +76,8 @@ class StagingBuffer:
     """Reusable memory for the snapshot of one tree; it grows to the size of the largest tree.
 
     Fresh memory costs several times as much as the copy itself, because the system provides it page by page; only the
-    first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for what accelerators copy. ``lock`` is
-    held while a snapshot is taken: several threads may save with one handler. A copy of the buffer starts empty.
+    first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for copies from accelerators. ``lock`` is
+    held while a snapshot is taken, because several threads may share a handler. A copy of the buffer starts empty.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -101,12 +101,12 @@ class StagingBuffer:
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if not self.is_free:
-            # The last snapshot is not written yet, for example if one handler saves two items: leave it its memory.
+            # The last snapshot has not been written yet (one handler may save two items), so it keeps its memory.
             self.memory = np.empty(0, np.uint8)
             self._pinned = None
         on_host, on_devices = snapshot_bytes(leaves)
         if on_host > self.memory.nbytes:
-            self.memory = np.empty(0, np.uint8)  # free the old buffer first, to never hold both
+            self.memory = np.empty(0, np.uint8)  # free the old buffer first, so that both are never held at once
             self.memory = aligned_empty(on_host)
         pinned = self._pinned
         if on_devices:
@@ -143,7 +143,7 @@ class StagingBuffer:
         if started:
             assert self._pinned is not None
             copies.arrival = self._pinned.start(started)
-        # Two threads for a large snapshot, as one core cannot saturate the memory bandwidth.
+        # Two threads for a large snapshot, because one core cannot saturate the memory bandwidth.
         parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
 
 

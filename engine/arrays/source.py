@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class SavedLeaf(NamedTuple):
-    """One leaf of a checkpoint, by its storage name; its data is not read yet."""
+    """One leaf of a checkpoint, with its storage name; its data has not been read yet."""
 
     name: str
     saved: Saved
@@ -52,7 +52,7 @@ class SavedLeaf(NamedTuple):
 
 
 class NamedVariables(Protocol):
-    """A checkpoint's values under the names that the library which wrote it uses."""
+    """A checkpoint's values, under the names used by the library that wrote it."""
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shape of every value."""
@@ -85,7 +85,7 @@ class TreeSource(Protocol):
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
     left_out: Sequence[str] = ()  # file contents that are not in the tree, one line each, with the reason
-    # Reasons why listed leaves are unreadable, by leaf name; reading such a leaf raises an error.
+    # Reasons why listed leaves are unreadable, keyed by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
     # The values under the names of the library that wrote them; None if these names equal the leaf paths.
     variables: NamedVariables | None = None
@@ -94,7 +94,7 @@ class TreeSource(Protocol):
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
 
     def external(self) -> dict[str, int]:
-        """Return the leaves that only a type handler can read: their positions in the saved tree, by leaf name."""
+        """Return a dict from leaf name to position in the saved tree, for leaves that only a type handler can read."""
         numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
         pairs = zip(self.leaves, numbers, strict=True)
         return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
@@ -131,7 +131,7 @@ class TreeSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes if another checkpoint is put at the path; "" for formats that cannot tell."""
+        """Text that changes if the checkpoint at the path is replaced; "" for formats that cannot detect this."""
         return ""
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ class AggregateHandler(abc.ABC):
     """Stores many leaves of one tree in one file: the leaves saved with ``SaveArgs(aggregate=True)``.
 
     Attributes:
-        name: Name of this handler in ``tree.json``. Loading the leaves needs a handler of this name.
+        name: Name of this handler in ``tree.json``. Loading the leaves needs a handler with this name.
         filename: Name of the file in the item's folder.
     """
 
@@ -263,7 +263,7 @@ class AggregateHandler(abc.ABC):
         """Return the content of the file.
 
         Args:
-            leaves: Host arrays by leaf name; Python numbers are 0-d arrays.
+            leaves: Host arrays, keyed by leaf name; Python numbers are 0-d arrays.
 
         Returns:
             The file's content.
@@ -278,7 +278,7 @@ class AggregateHandler(abc.ABC):
                 the content must not make this method run code, or take memory out of proportion to its size.
 
         Returns:
-            The arrays by leaf name, with the saved dtypes and shapes.
+            The arrays, keyed by leaf name, with the saved dtypes and shapes.
 
         Raises:
             DamagedCheckpointError: The content is not what :meth:`serialize` writes.
@@ -286,7 +286,7 @@ class AggregateHandler(abc.ABC):
 
 
 class MsgpackHandler(AggregateHandler):
-    """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` reads: a dictionary by leaf name.
+    """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` reads: a dict keyed by leaf name.
 
     The format is https://github.com/msgpack/msgpack/blob/master/spec.md; an array is an extension of type 1 that holds
     the msgpack of its shape, the name of its dtype, and its bytes in C order.

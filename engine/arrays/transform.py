@@ -1,6 +1,6 @@
 """Load a saved tree into a different structure, reading only the leaves that are needed.
 
-Leaves that go unchanged into exactly one leaf of the new tree are read by `load_tree`. Functions of the whole tree get
+Leaves that are used unchanged for exactly one new leaf are read by `load_tree`. Functions of the whole tree get
 lazy containers, which read a leaf when it is indexed.
 """
 
@@ -47,7 +47,7 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Caches leaves of a saved tree, each read once as a whole; arrays are read-only, as functions may share them."""
+    """Caches leaves of a saved tree, each read once as a whole; arrays are read-only because functions share them."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored arrays of leaves, None for plain values; arrays that are not cached are read."""
+        """Return the stored arrays of leaves, None for plain values; arrays that are not cached yet are read."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):

@@ -105,7 +105,7 @@ class TreeWriter:
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
-        self._compression = compression  # compression level overrides by leaf name
+        self._compression = compression  # compression level overrides, keyed by leaf name
         self._chunk_bytes = chunk_bytes
 
     def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo, *, worth: int = _WORTH) -> Snapshot:
@@ -259,7 +259,7 @@ class TreeWriter:
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return plain values and unsharded 0-d arrays as text, by name, to detect processes at different steps."""
+    """Return plain values and unsharded 0-d arrays as text, keyed by name, to detect processes at different steps."""
     lines = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):
@@ -273,7 +273,7 @@ def _plain_values(tree: HostTree) -> dict[str, str]:
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text on one line; a long text is cut, and a digest of all of it is appended."""
+    """Return a text on one line; a long text is truncated, and a digest of the full text is appended."""
     if len(text) <= _SHOWN and text.isprintable():
         return text
     digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))

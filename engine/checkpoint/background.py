@@ -1,7 +1,7 @@
-"""One save at a time in the background; its error is raised exactly once.
+"""Run one save at a time in the background, and raise its error exactly once.
 
-The thread is not a daemon: a program that ends during a save waits for it. An error that was not raised when the
-interpreter exits is logged, and the process exits with a non-zero status.
+The thread is not a daemon: a program that ends during a save waits for it. If an error has not been raised when
+the interpreter exits, it is logged, and the process exits with a non-zero status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..streams import handlers_of
 
 _logger = logging.getLogger("holdfast")
 
-_HEAD_START = 0.005  # seconds that a save's thread waits at most, so that the training loop continues first
+_HEAD_START = 0.005  # seconds; a save's thread waits at most this long to let the training loop continue first
 
 
 class _UnderWay(NamedTuple):
@@ -37,8 +37,8 @@ class BackgroundSave:
 
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
-        self._current: _UnderWay | None = None  # the running save, or the last one until it is waited for
-        self._changing = Lock()  # guards `_current`, as several threads may save and wait
+        self._current: _UnderWay | None = None  # the running save, or the last one until it has been waited for
+        self._changing = Lock()  # guards `_current`, because several threads may save and wait
         self._error: SaveFailedError | None = None
 
     @property
@@ -55,10 +55,10 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run work on a new thread, then call ``ended`` there; the event it gets is set once the program waits."""
+        """Run ``work`` on a new thread, then ``ended``; the event passed to ``work`` is set once the program waits."""
 
         def run() -> None:
-            # Let the training loop continue first: this thread may hold the GIL for milliseconds.
+            # Let the training loop continue first, because this thread may hold the GIL for milliseconds.
             started.acquire(timeout=_HEAD_START)
             result = failure = None
             try:
@@ -86,7 +86,7 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # an interrupt, in which case the thread may be running, or no more threads available
+            except BaseException:  # an interrupt (the thread may be running), or no more threads are available
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
@@ -118,7 +118,7 @@ class BackgroundSave:
 
     @property
     def has_missed_a_process(self) -> bool:
-        """True if the last save failed because another process did not respond, and the error was not raised yet."""
+        """True if the last save failed because a process did not respond, and its error has not been raised yet."""
         return self._error is not None and missed_a_process(self._error.__cause__)
 
     def take_error(self) -> SaveFailedError | None:
@@ -133,12 +133,12 @@ class BackgroundSave:
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a failed save if it was not raised yet; does not wait."""
+        """Raise the error of a failed save if it has not been raised yet. Does not wait."""
         if (error := self.take_error()) is not None:
             raise error
 
 
-_unraised: set[BackgroundSave] = set()  # with an unraised error; outlive a manager that the program drops
+_unraised: set[BackgroundSave] = set()  # with an unraised error; kept here even if the program discards the manager
 
 _running: set[BackgroundSave] = set()
 
@@ -146,12 +146,12 @@ _last_words: list[Callable[[], None]] = []
 
 
 def at_exit(speak: Callable[[], None]) -> None:
-    """Register a function to call at interpreter exit, after all saves have ended or were abandoned."""
+    """Register a function to call at interpreter exit, after all saves have ended or been abandoned."""
     _last_words.append(speak)
 
 
 def _wait_at_exit() -> None:
-    """Wait for saves after the main thread has ended, but not forever, as the interpreter would if one hangs."""
+    """Wait for running saves after the main thread has ended, with a timeout: the interpreter would wait forever."""
     hanging = []
     for save in list(_running):
         try:
@@ -163,7 +163,7 @@ def _wait_at_exit() -> None:
 
 
 def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
-    """Report errors that were never raised, after all saves have ended or were abandoned."""
+    """Report errors that have never been raised, after all saves have ended or been abandoned."""
     for speak in _last_words:
         speak()
     errors = [*hanging, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]
@@ -182,11 +182,11 @@ def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
     os._exit(1)  # the only way to set a non-zero exit status at this point
 
 
-# Exit functions run in reverse order. This one ends the process; as it is registered when the engine is loaded, it
-# runs after the program's own exit functions.
+# Exit functions run in reverse order. This one ends the process. Because it is registered when the engine is
+# loaded, it runs after the program's own exit functions.
 atexit.register(_report_at_exit)
 
-# As in `concurrent.futures`: ordinary exit functions would run only after all threads have ended.
+# `concurrent.futures` does the same, because ordinary exit functions run only after all threads have ended.
 _register_early = getattr(threading, "_register_atexit", None)
 if _register_early is not None:
     _register_early(_wait_at_exit)

@@ -41,7 +41,7 @@ class Checkpointer:
     Args:
         handler: Writes and reads one kind of object.
         clock: Provides the time of the commit.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
+        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` saves from this process alone.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
 
@@ -72,43 +72,43 @@ class Checkpointer:
 
     @cached_property
     def _processes(self) -> ProcessGroup:
-        # Lazy: a program may make a checkpointer before its processes are connected.
+        # Lazy, because a program may create a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
         """Save an object.
 
         Args:
-            path: Where; nothing may be there yet.
-            item: The object.
-            force: Replace a checkpoint that is there. A crash leaves the old one or the new one, whole.
+            path: Where to save it; nothing may exist there yet.
+            item: The object to save.
+            force: Replace an existing checkpoint. A crash leaves either the old one or the new one, complete.
             **kwargs: Further arguments for the handler.
 
         Returns:
             The report of the save.
 
         Raises:
-            CheckpointExistsError: Something is there already.
+            CheckpointExistsError: Something already exists there.
             UnsupportedLeafError: The object cannot be saved; nothing was written.
             StorageConflictError: Another save to this path is under way.
-            StorageError: The storage refused; nothing is left behind.
+            StorageError: The storage reported an error; nothing is left behind.
         """
         return self._complete(self._begin(path, item, force, kwargs))
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
-        """Read an object back; trees and JSON also from a checkpoint of another library, such as Orbax.
+        """Restore an object; trees and JSON can also be restored from another library's checkpoint, such as Orbax's.
 
         Args:
             path: Where it was saved.
-            item: What to restore into or after, if the handler uses that: a template, for trees.
+            item: What to restore into, or a model for the result, if the handler uses one; for trees, a template.
             **kwargs: Further arguments for the handler.
 
         Returns:
             The object.
 
         Raises:
-            CheckpointNotFoundError: Nothing was committed there.
-            DamagedCheckpointError: The stored data does not verify.
+            CheckpointNotFoundError: No checkpoint has been committed there.
+            DamagedCheckpointError: The stored data does not match its checksums.
         """
         return self._read(path, lambda stored, name: stored.restore(name, self.handler, item, kwargs))
 
@@ -130,7 +130,7 @@ class Checkpointer:
         )
 
     def _complete(self, save: Save, awaited: threading.Event | None = None) -> SaveReport | None:
-        """Write and commit a save; return None if it was abandoned before."""
+        """Write and commit a save; return None if it has already been abandoned."""
         with save.completing() as claimed:
             if not claimed:
                 return None
@@ -162,14 +162,14 @@ class Checkpointer:
 
 
 class AsyncCheckpointer(Checkpointer):
-    """Like :class:`Checkpointer`, but ``save`` returns as soon as the object may change again.
+    """Like :class:`Checkpointer`, but ``save`` returns as soon as the object may be changed again.
 
-    One save at a time: the next one waits for the last. An error of a save is raised once: by the next ``save`` (which
-    happens nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
+    Saves run one at a time: the next one waits for the previous one. The error of a failed save is raised once: by the
+    next ``save`` (which is made nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
 
     Args:
         handler: Writes and reads one kind of object.
-        timeout_secs: Maximum time to wait for a save, in seconds; longer is an error.
+        timeout_secs: Maximum time to wait for a save, in seconds; after that, an error is raised.
         clock: Provides the time of the commit.
         coordinator: How processes find each other; None detects it.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
@@ -201,13 +201,13 @@ class AsyncCheckpointer(Checkpointer):
         """Take a snapshot of an object and save it in the background.
 
         Args:
-            path: Where; nothing may be there yet.
-            item: The object; it may change as soon as this returns.
-            force: Replace a checkpoint that is there.
+            path: Where to save it; nothing may exist there yet.
+            item: The object to save; it may change as soon as this method returns.
+            force: Replace an existing checkpoint.
             **kwargs: Further arguments for the handler.
 
         Raises:
-            SaveFailedError: The save before this one failed; this one is under way nevertheless.
+            SaveFailedError: The previous save failed; this one has been started nevertheless.
         """
         self._save.join()
         save = self._begin(path, item, force, kwargs)
@@ -224,7 +224,7 @@ class AsyncCheckpointer(Checkpointer):
             raise
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
-        """Read an object back, after waiting for the save that is under way."""
+        """Wait for the save that is under way, then restore an object."""
         self._save.join()
         return super().restore(path, item, **kwargs)
 
@@ -233,7 +233,7 @@ class AsyncCheckpointer(Checkpointer):
         self._save.wait()
 
     def check_for_errors(self) -> None:
-        """Raise SaveFailedError if a save failed and its error was not raised yet; do not wait."""
+        """Raise SaveFailedError if a save has failed and its error has not been raised yet. Does not wait."""
         self._save.check()
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class PyTreeCheckpointer(Checkpointer):
     """A :class:`Checkpointer` for trees of arrays.
 
     Args:
-        clock: Gives the time of the commit.
+        clock: Provides the time of the commit.
         coordinator: How processes find each other; None detects it.
     """
 
@@ -281,7 +281,7 @@ class OwnItems:
         self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item that a checkpointer, which saves unnamed objects, restores."""
+        """Return the name of the item to restore for a checkpointer, which does not name its objects."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -301,7 +301,7 @@ class OwnItems:
             raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
 
     def structure(self, name: str, handler: CheckpointHandler) -> Any:
-        """Describe an item without reading its data; None if its handler does not support this."""
+        """Describe an item without reading its data; return None if its handler does not support this."""
         saved = self.record.items[name]
         return handler.structure(self.location / saved.folder, **_records(handler, saved))
 

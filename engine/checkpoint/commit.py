@@ -4,9 +4,9 @@ A save writes a marker into the checkpoint's directory, writes each item into a 
 writes the commit record last, in one atomic step. A crash before that leaves the previous state. To replace a
 checkpoint, the new items go into new folders next to the old ones; the record names the folders that count.
 
-:class:`LocalCommit` is for file systems and memory, ``StoreCommit`` for object stores (``store_commit.py``); both have
-the methods of :class:`PendingCheckpoint`. :class:`CommitParts` extends them for checkpoints whose parts have
-directories.
+:class:`LocalCommit` is for file systems and memory, ``StoreCommit`` for object stores (``store_commit.py``); both are
+subclasses of :class:`PendingCheckpoint`. :class:`CommitParts` extends them for checkpoints whose parts have their
+own directories.
 
 What a crash leaves on a file system, and what removes it:
 
@@ -23,7 +23,7 @@ COMMITTED, while old data go     the same                                      t
 ===============================  ============================================  =====================================
 
 The record is renamed into place after everything that it names is durable, and the marker is removed last; so after a
-power cut there is either no record, or one whose files are whole. The marker is locked while the save is alive. On a
+power cut there is either no record, or one whose files are complete. The marker is locked while the save is alive. On a
 file system without locks, a save also gives way if its marker has another token when it is about to commit, or right
 after: of two saves that run at the same time, the one that began later wins.
 """
@@ -94,7 +94,7 @@ class Phase(Enum):
     BEGUN = auto()  # the directory may exist, but a marker in it belongs to another save
     CLAIMED = auto()  # the marker belongs to this save, but may be incomplete
     WRITING = auto()  # the marker, if there is one, is complete
-    WITHDRAWN = auto()  # the record was removed again, and a deletion marker was written
+    WITHDRAWN = auto()  # the record has been removed again, and a deletion marker has been written
     LOST = auto()  # another save was committed first
     RECORDED = auto()  # the record may be in place, so the data must not be removed
     OVERTAKEN = auto()  # committed, but another save has begun since
@@ -106,7 +106,7 @@ class Guard(Enum):
 
     MARKER = auto()  # by the marker alone: of two saves, the one that began later wins
     CONDITION = auto()  # by a marker and a conditional write, rejected if another save has written a record
-    ARCHIVES = auto()  # by the conditional write without a marker, as archives identify themselves as written by a save
+    ARCHIVES = auto()  # by the conditional write without a marker, because archives show that a save wrote them
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
@@ -116,8 +116,8 @@ class PendingCheckpoint(ABC):
     """A checkpoint that is being written and not yet committed; nothing is written before :meth:`begin`.
 
     Args:
-        location: Its directory.
-        items: Its item names.
+        location: The checkpoint's directory.
+        items: The names of its items.
         overwrite: Whether it may replace an existing checkpoint.
         owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
             marker of another save then belongs to a superseded run, which will not commit.
@@ -126,8 +126,8 @@ class PendingCheckpoint(ABC):
 
     Attributes:
         token: Distinguishes this save from all others.
-        paths: The relative paths of its item folders and archives, by item.
-        folders: Their locations.
+        paths: The relative paths of its item folders and archives, keyed by item.
+        folders: The locations of these folders and archives, keyed by item.
         continues: Whether this copy continues an interrupted copy of the same checkpoint and reuses its files.
     """
 
@@ -164,7 +164,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Write the marker, which identifies a crashed save, and make the folders of items not in ``archives``."""
+        """Write the marker, which identifies a crashed save, and create the folders of items not in ``archives``."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -175,7 +175,7 @@ class PendingCheckpoint(ABC):
         self._begin(archives)
 
     def commit(self, record: CheckpointRecord) -> None:
-        """Make the items durable, then write the record, which makes the checkpoint exist."""
+        """Make the items durable, then write the record; from then on, the checkpoint exists."""
         if not (self._is_alone or self._holds_path()):
             raise self._lock.conflict()
         if self._old is not None:
@@ -215,7 +215,7 @@ class PendingCheckpoint(ABC):
 
     @abstractmethod
     def _begin(self, archives: Collection[str]) -> None:
-        """Write the marker, and make the folders."""
+        """Write the marker, and create the folders."""
 
     @abstractmethod
     def _write(self, record: CheckpointRecord) -> None:
@@ -304,7 +304,7 @@ class PendingCheckpoint(ABC):
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
         """Remove the record of a failed commit; if that fails, too, keep the data."""
         if self.location.is_remote and isinstance(error, StorageUnavailableError):
-            # A request that got no response may still take effect, even after later ones; the data must stay for that.
+            # A request that got no response may still take effect, even after later ones, so the data must be kept.
             error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
             return
         self._phase = self._take_back(record.encode())
@@ -366,15 +366,15 @@ class PendingCheckpoint(ABC):
         with only_logged(self.location):
             self._parts.publish(record, replaces=self._old is not None)
             remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
-            for name in filter(WITNESSES.fullmatch, self._taken):  # it belongs to the replaced checkpoint
+            for name in filter(WITNESSES.fullmatch, self._taken):  # the replaced checkpoint's witness files
                 with contextlib.suppress(StorageError):
                     (self.location / name).remove()
-            if is_overtaken:  # the other save belongs to a superseded run, and fails
+            if is_overtaken:  # the other save belongs to a superseded run and will fail
                 sweep(self.location, self._parts)
             if self._deletion is not None:
                 (self.location / DELETED).remove()
             if self._guard is not Guard.ARCHIVES and not is_overtaken:
-                (self.location / PARTIAL).remove()  # last, as it tells the next run that files may be left over
+                (self.location / PARTIAL).remove()  # last, because it tells the next run that files may be left over
 
     def _remove(self, error: BaseException | None) -> bool:
         """Remove the files of an abandoned save; return True if the path still belonged to it."""
@@ -397,7 +397,7 @@ class LocalCommit(PendingCheckpoint):
     """A checkpoint that is being written to a file system or to this process's memory."""
 
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        self._stale: list[str] = []  # folders that the old checkpoint had replaced, restored by a power failure
+        self._stale: list[str] = []  # folders that the old checkpoint had replaced, but a power failure has restored
         if self.location.is_local and self.location.is_there() and not self.location.is_directory():
             raise CheckpointExistsError(f"{self.location}: a file is there; choose another path")
         if self.location.is_local and not self._owned:
@@ -415,7 +415,7 @@ class LocalCommit(PendingCheckpoint):
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
                     if (
                         PARTIAL in names and not self._lock.shows_life
-                    ):  # a damaged record is there, and will be replaced
+                    ):  # there is a damaged record, which will be replaced
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:
@@ -432,7 +432,7 @@ class LocalCommit(PendingCheckpoint):
             self._lock.make()
             names = names_in(self.location)
             record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT) if RECORD in names else None
-            if record != self._old_record or names.intersection(self.paths.values()):  # another save is committed
+            if record != self._old_record or names.intersection(self.paths.values()):  # another save has been committed
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
@@ -443,9 +443,9 @@ class LocalCommit(PendingCheckpoint):
         else:
             self._lock.write(marker, sync=sync)
         self._phase = Phase.WRITING
-        self.location.sync_directory()  # the marker is durable before anything else
+        self.location.sync_directory()  # the marker must be durable before anything else is written
         if self._old is not None and not self.continues:
-            # The last save removed these folders, then its marker: a power failure may restore the folders only.
+            # The last save removed these folders, then its marker; a power failure may have restored only the folders.
             self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
             remove_folders(self._parts, self._stale, self._old)
         for item, folder in self.folders.items():

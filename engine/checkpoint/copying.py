@@ -1,10 +1,10 @@
 """Copy a committed checkpoint to another location: the files that its record lists, and the record last.
 
 The files are not encoded again: they are copied with their checksums, and every byte is verified during the copy. The
-destination is written by the commit protocol, so half a copy is no checkpoint. The marker of an interrupted copy has
-the fingerprint of the original, by which the next copy recognises it and does not send complete files again. On a disk,
+destination is written by the commit protocol, so half a copy is not a checkpoint. The marker of an interrupted copy has
+the original's fingerprint, so that the next copy recognises it and does not send complete files again. On a disk,
 a file is complete if its bytes match their checksums; an object of the right size is complete, because stores never
-show partial objects. A store that copies objects itself gets the files of unchanged arrays once, not with every step
+show partial objects. If a store can copy objects itself, files of unchanged arrays are sent once, not at every step
 (`CopiedFiles`).
 """
 
@@ -38,7 +38,7 @@ SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
 SMALL_BYTES = 1 << 20  # bytes; smaller files are written in one request
 _UPLOADS = 4  # maximum concurrent uploads, if the files are small enough
 BESIDE = 16e6  # bytes a second that a copy may use during a save; too few to slow down a disk
-_IN_MEMORY = 256 << 20  # total bytes of concurrent uploads, unless a single file is larger
+_IN_MEMORY = 256 << 20  # maximum total bytes of concurrent uploads, unless a single file is larger
 _REMEMBERED = 4  # recent copies whose files are remembered
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was taken
 
@@ -46,7 +46,7 @@ _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was
 class Throttle:
     """Limits the total throughput of a copy's threads to ``rate``, and to ``BESIDE`` while it gives way to a save.
 
-    Other threads make the copy give way, or end it.
+    Other threads can make the copy give way, or end it.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class CopyProgress:
     """The progress of a copy in bytes; may be read from other threads."""
 
     total: int = 0  # size of all files
-    done: int = 0  # at the destination
+    done: int = 0  # bytes that are at the destination already
     arrived: int = 0  # of these, added by this copy, not by an earlier attempt
-    sent: int = 0  # of these, sent from here; the others were copied by the store itself
+    sent: int = 0  # of these, sent by this machine; the store itself has copied the others
     advance: Callable[[int], None] = NULL.advance  # called with the number of bytes that have arrived
 
 
@@ -116,7 +116,7 @@ class _File(NamedTuple):
 
 
 class CopiedFiles:
-    """The large data files of the last copies to a store, as sources for server-side copies in the next steps.
+    """The large data files of recent copies to a store, used as sources for server-side copies in later steps.
 
     A file is identified by its path, which is unique to a save, its size and its checksums. The previous copy is never
     the source, so that an object with undetected damage does not affect two consecutive steps.
@@ -145,7 +145,7 @@ class _CopiedFolders(CommitParts):
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         super().__init__(location)
-        # Folder names only; the commit appends the suffix of zip files.
+        # Folder names without the zip suffix, which the commit appends.
         self._folders = {
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
@@ -179,8 +179,8 @@ def copied_step(
     copied: CopiedFiles | None = None,
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
-    # Damage of the original leaves nothing at the destination; after any other error, the next attempt uses what was
-    # copied. The store copies the files in ``copied``, of earlier copies to this destination; this copy adds its files.
+    # If the original is damaged, nothing is left at the destination; after any other error, the next attempt reuses the
+    # copied files. The store itself copies files in ``copied``, which earlier copies have sent; this copy adds its own.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
@@ -217,7 +217,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy the witness files; never raises. ``again`` skips files of equal size, as these files only grow."""
+    """Copy the witness files; never raises. ``again`` skips files of equal size, because witness files only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):
@@ -234,7 +234,7 @@ def copy_witness(source: Location, destination: Location, *, again: bool = False
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
-    """Return the sizes and checksums of all files of a checkpoint, by path relative to its directory."""
+    """Return the sizes and checksums of all files of a checkpoint, keyed by path relative to its directory."""
     checks = {path: FileCheck(file) for item in record.items.values() for path, file in item.paths.items()}
     trees = [part for part in record.parts().values() if part.kind == TREES]
     shares = [
@@ -270,7 +270,7 @@ class _Copy:
         if continues and self._is_there(file):
             self._passed(size, arrived=False, sent=False)
             return
-        self._throttle.take(0)  # raises if the copy was ended
+        self._throttle.take(0)  # raises an error if the copy has been ended
         if self._copied.give(file):
             self._passed(size, sent=False)
             return

@@ -1,4 +1,4 @@
-"""The Future of a save in the background."""
+"""The future that represents a background save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .background import BackgroundSave
 
 
 class SaveFuture(Future[Any]):
-    """A future for the report of a save. An error counts as raised once the program has got it from here."""
+    """A future for a save's report. An error counts as raised once the program has retrieved it from this future."""
 
     def __init__(self, background: BackgroundSave) -> None:
         super().__init__()

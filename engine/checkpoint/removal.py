@@ -2,7 +2,7 @@
 
 A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
 record may be removed; one with neither is not a checkpoint and is never touched. If a directory, a pipe or a socket
-has the name of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed step stays.
+has the name of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed step is kept.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, as archives have up to 256 KiB of arrays
+_ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, because archives hold at most 256 KiB of arrays
 _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
 class CommitParts:
-    """Hooks by which a kind of checkpoint extends the commit; by default there are none, and items are root folders.
+    """Hooks for extending the commit to other kinds of checkpoints; by default, items are folders at the root.
 
     Checkpoints whose parts have their own directories use a subclass. The record at the root alone decides; the
     documents of parts are derived from it, removed before the record changes (:meth:`withdraw`) and written after it
@@ -107,7 +107,7 @@ def is_left_archive(location: Location) -> bool:
         return False
     try:
         return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # it was removed, or is larger than any archive of ours
+    except (ObjectNotFoundError, DamagedCheckpointError):  # it has been removed, or is larger than any holdfast archive
         return False
 
 
@@ -129,7 +129,7 @@ def copy_left(location: Location) -> str | None:
 
 @contextlib.contextmanager
 def only_logged(location: Location) -> Iterator[None]:
-    """Log clean-up errors only, as they must neither turn a success into a failure nor hide the real error."""
+    """Only log clean-up errors: they must neither turn a success into a failure nor hide the real error."""
     try:
         yield
     except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
@@ -157,8 +157,8 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
                 (location / name).remove()
             return
     if not location.is_local:
-        (location / DELETED).write_bytes(b"{}")  # an empty marker is enough, and saves the request for the record
-        # Without the files of saves that begin later, and with the recorded files, which a listing may lack.
+        (location / DELETED).write_bytes(b"{}")  # an empty marker is enough, and saves a request that reads the record
+        # Excludes the files of saves that begin later; includes the recorded files, which a listing may lack.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
@@ -170,7 +170,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        # A directory of another user stays, and marks the deletion, too.
+        # Another user's directory cannot be removed; it marks the deletion as well.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
     try:  # holds the lock against saves that begin meanwhile
@@ -202,7 +202,7 @@ def _release(location: Location, *locks: SaveLock) -> None:
 
 @contextlib.contextmanager
 def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Iterator[None]:
-    """Delete the checkpoints that were made in a directory if Ctrl-C ends the work, and the directory if it is new."""
+    """If Ctrl-C ends the work, delete the checkpoints made in a directory, and the directory itself if it is new."""
     is_new = not directory.exists()
     try:
         yield
@@ -217,7 +217,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
     # Raises StorageConflictError if a save is running or another process sweeps or deletes, StoragePermissionError if
-    # that is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
+    # this is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -244,7 +244,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # not found: the record was deleted meanwhile
+    except (CheckpointNotFoundError, FormatVersionError):  # not found: the record has been deleted meanwhile
         return False
     except DamagedCheckpointError:  # keep its data for inspection by the user
         if tells and PARTIAL in names:  # without locks, the save may still be running

@@ -1,4 +1,4 @@
-"""Checks that all processes hold equal values wherever a save assumes this."""
+"""Checks that all processes hold equal values wherever a save assumes that they do."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _NOT_HERE = -1
 
 
 def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
-    """Compare the values that the processes of a program hold of a tree, wherever several hold the same part.
+    """Check that all processes that hold the same part of a tree hold the same values for it.
 
     A save assumes that plain tensors, numpy arrays and Python values are the same on every process, and writes each
     part from one of them; jax arrays and DTensors may be replicated, too. If the values differ, for example after a
-    forgotten broadcast or with different seeds, the checkpoint is a mixture. A save does not check this, because the
+    forgotten broadcast or with different seeds, the checkpoint mixes them. A save does not check this, because the
     check reads everything: call this once, before the first save, or when in doubt. It reads every replicated array
     (copying those on accelerators to the host), at some gigabytes a second. Statistics that each process keeps for
-    itself, as BatchNorm does under DDP, differ by design; this names them like all others.
+    itself, as BatchNorm does under DDP, differ by design; they are reported like all others.
 
-    All processes must call it. In a program of one process it returns at once.
+    All processes must call it. In a single-process program it returns at once.
 
     Args:
-        tree: The tree.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them
+        tree: The tree to check.
+        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them
             is initialized.
         timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
 
     Raises:
-        TreeMismatchError: Values differ, or the trees themselves do; on every process, names the leaves.
+        TreeMismatchError: The values or the trees differ; raised on every process, and names the leaves.
         UnsupportedLeafError: A leaf could not be saved.
     """
     group = ProcessGroup("check_replicas", coordinator, seconds(timeout_secs, name="timeout_secs"))
@@ -80,7 +80,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
-    """Compute the digest of a box, all of which this process holds."""
+    """Compute the digest of a box that this process holds completely."""
     for piece in leaf.pieces:
         if box.common(piece.box) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])

@@ -50,14 +50,14 @@ class SaveReport:
     """One completed save: its result and its cost.
 
     Attributes:
-        step: Its step, or None for a save outside a manager.
+        step: The step that was saved, or None for a save outside a manager.
         path: The checkpoint's directory.
-        reason: Why it was saved.
-        bytes: Bytes written.
-        shared_bytes: Bytes of data files that were not written, as an earlier step has them already: shared with it on
-            a disk, copied by the service of an object store.
+        reason: Why the checkpoint was saved.
+        bytes: Number of bytes written.
+        shared_bytes: Bytes of data files that were not written because an earlier step already has them: shared with it
+            on a disk, or copied by the object store itself.
         blocked_seconds: How long the training loop waited.
-        total_seconds: From the call until the checkpoint was durable.
+        total_seconds: Time from the call until the checkpoint was durable.
     """
 
     step: int | None
@@ -94,15 +94,15 @@ class ItemToSave(NamedTuple):
 
 
 class Save:
-    """A save whose snapshot is taken; it must still be written and committed::
+    """A save whose snapshot has been taken; it must still be written and committed::
 
         with save.completing() as claimed:
             if claimed:
                 items = save.write()
                 record, report = save.commit(None if items is None else CheckpointRecord(items=items, time=...))
 
-    With several processes, each makes one of these for the same items. Process 0 makes the folders, merges the shares
-    of all processes, and commits; the others learn of it through the rendezvous. If ``location`` is not ``shared``,
+    With several processes, each creates a Save for the same items. Process 0 creates the folders, merges the shares of
+    all processes, and commits; the others are notified through the rendezvous. If ``location`` is not ``shared``,
     each host has its own, which holds only what the processes of that host write.
     """
 
@@ -123,7 +123,7 @@ class Save:
         self._location = location
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
-        self._claim = threading.Lock()  # taken for good by the thread that completes or abandons the save
+        self._claim = threading.Lock()  # acquired by the thread that completes or abandons the save, and never released
         # Whether the save may be completed on a thread while the training loop continues.
         self.in_background = any(item.background for item in items.values())
         self.replaces = False  # whether the save replaces a checkpoint; only process 0 knows
@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Do the part that must be done before the call returns; return the prepared item, which writes the rest."""
+        """Do what must be done before the call returns; return the prepared item, which does the rest."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}
@@ -165,7 +165,7 @@ class Save:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
-        """Claim the save for this thread, or yield False if it was abandoned; an error in the block abandons it."""
+        """Claim the save and yield True, or yield False if it has been abandoned; an error in the block abandons it."""
         if not self._claim.acquire(blocking=False):
             yield False
             return
@@ -193,9 +193,9 @@ class Save:
         return {name: ItemRecord(folder.name, self._kinds[name], files[name]) for name, folder in folders.items()}
 
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
-        """Pack small items into zip files in memory, to save requests to an object store; return them by item name."""
+        """Pack small items into zip files in memory, to save object store requests; return them keyed by item name."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # then all folders exist already
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
@@ -204,7 +204,7 @@ class Save:
         return archives
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
-        """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its summary."""
+        """Commit the checkpoint; return the record and the report. All other processes wait for process 0's summary."""
         committed, written_bytes, shared_bytes = self._role.commit(record)
         for written in self._reuse:
             written.commit()
@@ -220,7 +220,7 @@ class Save:
         )
 
     def give_up(self, error: BaseException) -> bool:
-        """Abandon the save and return True; return False if a thread is completing it already."""
+        """Abandon the save and return True; return False if a thread is already completing it."""
         if is_claimed := self._claim.acquire(blocking=False):
             self._role.give_up(error)
         return is_claimed
@@ -257,7 +257,7 @@ _Committed = tuple[CheckpointRecord, int, int]
 
 @dataclass
 class Primary:
-    """The only process, or process 0 of several: it makes the folders, merges the shares, and commits."""
+    """The only process, or process 0 of several: it creates the folders, merges the shares, and commits."""
 
     pending: PendingCheckpoint
     rendezvous: Rendezvous | None
@@ -282,7 +282,7 @@ class Primary:
         return self.pending.folders
 
     def gather(self, shares: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
-        """Wait until every process has written its share; return the fragments by item."""
+        """Wait until every process has written its share; return a dict from item to fragments."""
         gathered = {name: [fragment] for name, fragment in shares.items()}
         contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
         sent = [
@@ -315,11 +315,11 @@ class Primary:
         return record, *nbytes
 
     def give_up(self, error: BaseException) -> None:
-        """Remove the files once all processes have stopped writing, or else leave them to the next run."""
+        """Remove the files if all processes stop writing in time; otherwise leave them for the next run to remove."""
         if self.rendezvous is None:
             self.pending.abort(error)
             return
-        if not isinstance(error, PeerFailedError):  # the others know of that already
+        if not isinstance(error, PeerFailedError):  # the other processes already know about it
             self.rendezvous.fail(error)
         if self.told == "the commit":
             return
@@ -399,7 +399,7 @@ class Worker:
         return replace(summary, summarizes=facts["identity"]), *facts["bytes"]
 
     def give_up(self, error: BaseException) -> None:
-        """Report the failure to the others, and that this process has stopped writing."""
+        """Report to the other processes that this process has failed and stopped writing."""
         leave_save(self.rendezvous, error)
 
 
@@ -407,7 +407,7 @@ def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
     """Report to the other processes that this process has failed and has stopped writing."""
     if rendezvous is None:
         return
-    if not isinstance(error, PeerFailedError):  # the others know of that already
+    if not isinstance(error, PeerFailedError):  # the other processes already know about it
         rendezvous.fail(error)
     if rendezvous.index:
         with contextlib.suppress(Exception):  # the coordinator's store itself may have failed
@@ -432,7 +432,7 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
 
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
-    from urllib.parse import quote  # imported lazily: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only multi-process programs need it
 
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 
@@ -443,7 +443,7 @@ def _largest_sent(shared: bool) -> int:
 
 
 def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
-    """Decode a process's message: by item, the fragment, or its size if it is passed in a file."""
+    """Decode a process's message into a dict from item to fragment, or to its size if it is passed in a file."""
     sizes, _, rest = sent.partition(b"\n")
     fragments: dict[str, bytes | int] = {}
     for name, size in json.loads(sizes or b"{}").items():

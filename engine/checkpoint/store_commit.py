@@ -1,16 +1,16 @@
 """The commit protocol for object stores, which have neither locks nor renames: the order of requests decides.
 
-A store with conditional writes accepts the record only while there is no record, or still the replaced one. So exactly
+A store with conditional writes accepts the record only if there is none yet, or still the one to replace. So exactly
 one of several concurrent saves is committed, and nothing of another save is removed before that. In a store without
 conditional writes, a save gives way if its marker has another token right before or right after the commit.
 
-A sweep may meet a save that is alive. It first writes the marker of a deletion, which names the record that it has
+A sweep may meet a save that is still running. It first writes a deletion marker, which names the record that it has
 seen, and removes the marker of the save; it removes nothing else if the record has changed by then. The save looks for
-its marker after it has written its record. So one of them sees the other, and gives way.
+its marker after it has written its record. So at least one of them sees the other and gives way.
 
-If a store has conditional writes, and all items of a new checkpoint are archives, the save needs no marker, and two
-requests less: such a file shows that a save of holdfast wrote it, the record decides between saves, and the save checks
-that its files are still there after it has written its record.
+If a store has conditional writes, and all items of a new checkpoint are archives, the save needs no marker, which
+saves two requests: an archive shows that a holdfast save wrote it, the record decides between saves, and the save
+checks that its files are still there after it has written its record.
 
 What a crash leaves, and what removes it:
 
@@ -55,7 +55,7 @@ class StoreCommit(PendingCheckpoint):
         self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
         is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
         if is_free and type(self._parts) is CommitParts and self._copies is None:
-            self._guard = Guard.ARCHIVES  # no files here that need a marker
+            self._guard = Guard.ARCHIVES  # no files here need a marker
         left = [] if is_untouched else self._left_by_copy(items, names)
         self._leftovers -= {*left}  # the continued copy reuses them
         if not left and PARTIAL in names:

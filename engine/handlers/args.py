@@ -46,13 +46,13 @@ class SaveArgs:
     """How one leaf is saved.
 
     Attributes:
-        aggregate: Store the leaf in one file with all other such leaves, instead of among the arrays; for small leaves.
+        aggregate: Store the leaf in one file with all such leaves, not as an array of its own; meant for small leaves.
             Text, bytes, None and long integers are always stored in ``tree.json``.
         dtype: Cast the elements to this dtype before they are saved. Python numbers are cast, too; leaves without
             numbers (text, bytes, None, PRNG keys) stay as they are. Precision may be lost; a value that the dtype
             cannot hold (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
-        compression: zstd level, 1 to 22; 0 stores the bytes uncompressed; None leaves it to the handler.
-        chunk_bytes: Largest chunk of the array, in bytes; None leaves it to the handler.
+        compression: zstd level, 1 to 22; 0 stores the bytes uncompressed; None uses the handler's setting.
+        chunk_bytes: Maximum chunk size of the array, in bytes; None uses the handler's setting.
     """
 
     aggregate: bool = False
@@ -72,11 +72,11 @@ class SaveArgs:
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
-    """What one leaf becomes when it is restored.
+    """How one leaf is restored.
 
     Attributes:
         restore_type: ``jax.Array``, ``np.ndarray``, ``torch.Tensor``, ``int``, ``float``, ``bool``, ``complex`` or
-            ``str``; None takes the type from the template, or without one the type that was saved.
+            ``str``; None uses the template's type, or the saved type if there is no template.
         dtype: Cast the elements to this dtype; None never casts. Precision may be lost; a value that the dtype cannot
             hold (a fraction or NaN in an integer, a finite number that would become infinite) is an error.
     """
@@ -93,15 +93,15 @@ class RestoreArgs:
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class ArrayRestoreArgs(RestoreArgs):
-    """How one leaf becomes a jax array, perhaps sharded over devices.
+    """How to restore one leaf as a jax array, which may be sharded over devices.
 
     Attributes:
-        restore_type: As in :class:`RestoreArgs`; None is ``jax.Array``.
+        restore_type: As in :class:`RestoreArgs`; None means ``jax.Array``.
         mesh: The `jax.sharding.Mesh` to place the array on; needs ``mesh_axes``.
         mesh_axes: The axes of the mesh over which each axis of the array is sharded: a `jax.sharding.PartitionSpec` or
             a tuple.
         sharding: A `jax.sharding.Sharding`, instead of ``mesh`` and ``mesh_axes``.
-        global_shape: The shape of the whole array; None is the saved shape.
+        global_shape: The shape of the whole array; None means the saved shape.
         global_shapes: Another name for ``global_shape``.
         strict: Whether a saved shape that differs from ``global_shape`` is an error. Otherwise the array is padded with
             zeros or truncated, at the end of each axis.
@@ -146,7 +146,7 @@ def leaf_request(name: str, args: RestoreArgs) -> LeafRequest:
 def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
     if args.mesh is None:
         return args.sharding
-    shardings: Any = importlib.import_module("jax").sharding  # already imported, as the mesh is a jax object
+    shardings: Any = importlib.import_module("jax").sharding  # already imported, because the mesh is a jax object
     axes = args.mesh_axes
     if not isinstance(axes, shardings.PartitionSpec):
         axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
@@ -185,7 +185,7 @@ def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: s
 
 def number_dtype(given: Any) -> np.dtype[Any]:
     """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
-    import ml_dtypes  # registers its dtype names with numpy; imported lazily, as few programs need them
+    import ml_dtypes  # registers its dtype names with numpy; imported lazily, because few programs need them
 
     name = str(given).removeprefix("torch.")
     try:

@@ -1,6 +1,6 @@
 """The handler protocol: a handler writes one kind of object into a folder and reads it back.
 
-A handler need not care about atomicity or threads: a :class:`~holdfast.Checkpointer` or a
+A handler need not deal with atomicity or threads: a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
 """
 
@@ -21,9 +21,9 @@ from ..storage import Helper, Location, folder_in_memory
 
 T = TypeVar("T")
 
-Files = Mapping[str, FileRecord]  # an item's files by path relative to its folder, as in the commit record
+Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Largest item packed into one file, in bytes: reading all of it takes no longer than another request to a store.
+# Maximum bytes of an item packed into one file: reading all of it takes no longer than another request to a store.
 SMALL_ITEM = 256 << 10
 
 # Arguments that only the engine, not callers of a checkpointer, passes to handlers.
@@ -34,7 +34,7 @@ class SaveFuture(Protocol):
     """The part of a save that can run later, on another thread."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Complete that part; return the files written (``Files``) if the handler knows them, or anything else."""
+        """Complete this part; return the files written (``Files``) if the handler knows them, or anything else."""
         ...
 
 
@@ -62,12 +62,12 @@ class CheckpointHandler(abc.ABC):
     """Saves and restores one kind of object, in its own folder.
 
     Attributes:
-        kind: Name in the commit record of what this handler writes.
+        kind: Name by which the commit record identifies what this handler writes.
         collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
-        optional: Whether a checkpoint may be saved without the item, and restored without it if it was saved.
-        verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
-        shares_reads: Whether :meth:`restore` takes ``shared=``, with which all processes of a program read once what
-            several of them need; a subclass that defines another ``restore`` sets it again.
+        optional: Whether a checkpoint may be saved without the item, and restored without it even if it was saved.
+        verifies: Whether restoring verifies what it reads. Otherwise, all files are first checked against digests.
+        shares_reads: Whether :meth:`restore` takes ``shared=``, so that data needed by several processes is read only
+            once; a subclass that overrides ``restore`` must set it again.
     """
 
     kind = "files"
@@ -88,10 +88,10 @@ class CheckpointHandler(abc.ABC):
         Args:
             directory: An empty folder. It can be used as a path if it is on a file system.
             item: The object to save.
-            **kwargs: ``save_kwargs`` of the caller.
+            **kwargs: The caller's ``save_kwargs``.
 
         Returns:
-            The files, if they are durable already; None leaves it to the caller to list them and make them durable.
+            The files if they are already durable; if None, the caller lists them and makes them durable.
         """
 
     @abc.abstractmethod
@@ -100,9 +100,9 @@ class CheckpointHandler(abc.ABC):
 
         Args:
             directory: The folder.
-            item: What to restore into or after, if the handler uses it.
-            **kwargs: ``restore_kwargs`` of the caller. Handlers that verify also get ``files``, what the commit record
-                says about the folder, to check against.
+            item: What to restore into, or a model for the result, if the handler uses one.
+            **kwargs: The caller's ``restore_kwargs``. Handlers that verify also get ``files``, the folder's files as
+                listed in the commit record, to check against.
 
         Returns:
             The item.
@@ -128,7 +128,7 @@ class AsyncCheckpointHandler(CheckpointHandler):
         Args:
             directory: An empty folder for it.
             item: The object to save; it may change as soon as this method returns.
-            **kwargs: ``save_kwargs`` of the caller.
+            **kwargs: The caller's ``save_kwargs``.
 
         Returns:
             Futures whose ``result()`` completes the save, called one after the other on another thread.
@@ -143,12 +143,12 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     """A handler whose snapshot needs no folder: an item that cannot be saved fails before anything is written.
 
     Attributes:
-        divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
-            of the snapshot what other processes write; it is passed if several processes save together.
+        divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may omit from
+            the snapshot what other processes write; it is passed if several processes save together.
         reuses: Whether :meth:`prepare` takes ``reuse=``, the data files of earlier steps; it is passed by managers that
             do not write unchanged arrays again.
-        layout: The sizes of its data files, if :meth:`prepare` takes ``layout=``, which replaces them; a manager whose
-            mirror is in an object store passes the one for uploads.
+        layout: The handler's data file sizes, if :meth:`prepare` takes ``layout=`` to override them; a manager whose
+            mirror is in an object store passes the layout for uploads.
     """
 
     divides = False
@@ -162,8 +162,8 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
         Args:
             item: The object to save.
             snapshot: Whether the item may change before it is written. A handler may reuse the memory of its last
-                snapshot, so that one must be written, or given up, before the next is taken.
-            **kwargs: ``save_kwargs`` of the caller.
+                snapshot, so each snapshot must be written or abandoned before the next one is taken.
+            **kwargs: The caller's ``save_kwargs``.
 
         Returns:
             The prepared item, which can be written into a folder.
@@ -298,7 +298,7 @@ def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], meth
 class JsonCheckpointHandler(PreparedCheckpointHandler):
     """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
 
-    Of several processes, process 0 saves its document; the others' documents are ignored.
+    If several processes save together, process 0 saves its document, and the others' documents are ignored.
 
     Args:
         filename: Name of the file in the item's folder.
@@ -311,7 +311,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         self._filename = filename
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Make an item ready to be written; raise UnsupportedLeafError if JSON cannot hold it."""
+        """Make an item ready to be written; raise UnsupportedLeafError if JSON cannot represent it."""
         refuse_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})

@@ -31,18 +31,18 @@ from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
-SMALL_SHARE = 16 << 10  # bytes; smaller zip files are sent to process 0, which writes them; `Save` sends such fragments
+SMALL_SHARE = 16 << 10  # bytes; smaller zip files are sent to process 0 as fragments (see `Save`), and it writes them
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves a tree for each process of a program, in a folder named after the process; a small one is one zip file.
 
-    Each process gets its own tree back. If the number of processes differs from the save, a warning reports it:
+    Each process gets its own tree back. If the number of processes differs from the save's, a warning reports it:
     fewer processes get the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
-    the template back, or None without one, never the random stream or the data position of another process.
+    the template back, or None if there is none, but never another process's random stream or data position.
 
     Args:
-        handler: Handler that saves and restores each process's tree; None makes one.
+        handler: Handler that saves and restores each process's tree; None creates one.
         coordinator: How the processes find each other; None detects it.
     """
 
@@ -73,15 +73,15 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         files: Files | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read this process's tree back; the template if there is no tree of this process.
+        """Read this process's tree back; return the template if this process has no saved tree.
 
         Args:
             directory: The folder.
             item: The template, as for trees.
             process: Read the tree of this process instead.
-            every: If the number of processes differs from the save, return the trees of all of them, as
-                :class:`SavedShares`, instead of a warning.
-            files: What the commit record says about the folder.
+            every: If the number of processes differs from the save's, return the trees of all saved processes, as
+                :class:`SavedShares`, instead of warning about it.
+            files: The folder's files, as listed in the commit record.
             **kwargs: As for trees.
         """
         if every:
@@ -94,13 +94,13 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Describe every process's tree, in their order."""
+        """Describe every process's tree, in process order."""
         return [self._handler.structure(share.folder, files=share.files) for share in _shares(directory, files)]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedShares:
-    """The trees of all processes that saved, in process order."""
+    """The trees of all processes that took part in the save, in process order."""
 
     trees: tuple[Any, ...]
 
@@ -164,7 +164,7 @@ class ProcessShare:
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         files: dict[str, FileRecord] = {}
-        packs: list[dict[int, bytes]] = []  # each has the zip files of consecutive processes
+        packs: list[dict[int, bytes]] = []  # each pack contains the zip files of consecutive processes
         for process, fragment in enumerate(fragments):
             if not fragment.startswith(b"{"):
                 if not packs or process - 1 not in packs[-1] or len(packs[-1]) == ARCHIVE_FILES:

@@ -56,7 +56,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves pytrees: containers of arrays of any library, scalars, text, bytes, and leaves that type handlers know.
+    """Saves pytrees: containers of arrays of any library, scalars, text, bytes, and leaves that have a type handler.
 
     Args:
         layout: Sizes of chunks, segments and data files, and the compression of chunks.
@@ -66,8 +66,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         type_handler_registry: Handlers for leaves of the user's own types; None is the default registry, to which
             ``register_type_handler`` adds.
         aggregate_handler: Handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None is msgpack.
-        pinned_bytes: Bytes of pinned host memory, at most, for the snapshots of arrays on GPUs: it is kept, and the GPU
-            copies into it while the program continues. What does not fit blocks the save until it is copied. None is
+        pinned_bytes: Maximum bytes of pinned host memory for snapshots of arrays on GPUs: it is kept, and the GPU
+            copies into it while the program continues. The save blocks until what does not fit has been copied. None is
             half of the machine's memory, divided by the number of its processes; 0 pins nothing.
         use_ocdbt: Must be true: arrays are always stored in an OCDBT database. The argument exists for programs written
             for Orbax.
@@ -106,7 +106,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
         self._last: _LastTree | None = None  # properties of the last tree written
         self._snapshots = 0
-        self._has_warned = False  # True once differing replicas were warned about
+        self._has_warned = False  # True once a warning about differing replicas has been logged
 
     @collection_paused()
     def prepare(
@@ -125,9 +125,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
         Args:
             item: The tree.
-            snapshot: Whether to copy arrays that can change. Arrays that cannot, such as jax's, are held, not copied.
+            snapshot: Whether to copy arrays that can change. Arrays that cannot, such as jax's, are kept, not copied.
             save_args: How to save each leaf: one :class:`~holdfast.SaveArgs` for all leaves; or a tree of them like the
-                item, which may end early with one for all leaves below, and may leave out keys.
+                item, which may end early with one for all leaves below it, and may omit keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written: the snapshot need not hold what other processes write.
             reuse: The data files of earlier steps: unchanged arrays are not written again.
@@ -139,7 +139,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             The prepared tree, which can be written into a folder.
 
         Raises:
-            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
+            UnsupportedLeafError: A leaf cannot be saved; the error names every such leaf.
             OptionError: ``save_args`` do not fit the tree.
         """
         refuse_arguments(self, kwargs, self.prepare)
@@ -190,10 +190,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def _keep(self, last: _LastTree, structure: TreeDef | None, copies: Snapshot) -> None:
-        """Cache the properties of a tree, once it is written, for the next save."""
+        """Once a tree has been written, cache its properties for the next save."""
         try:
             last.tree.settle(structure, copies)
-        except Exception as error:  # the tree itself was written
+        except Exception as error:  # the tree itself has been written
             _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
             self._last = last
@@ -224,11 +224,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             directory: The folder.
             item: The template: its containers, array libraries, dtypes and shardings decide what is returned; leaves
                 that are ``...`` or a bare ``object()`` become what was saved. The state dict of a torch optimizer that
-                has done no step takes the values that were saved. None returns the saved containers with numpy arrays.
-            files: What the commit record says about the folder.
+                has not taken a step yet gets the saved values. None returns the saved containers with numpy arrays.
+            files: The folder's files, as listed in the commit record.
             restore_args: What each leaf becomes; takes precedence over the template: one
                 :class:`~holdfast.RestoreArgs` for all leaves; or a tree of them like the template (without one, like
-                the saved tree), which may end early with one for all leaves below, and may leave out keys.
+                the saved tree), which may end early with one for all leaves below it, and may omit keys.
             select: Patterns of paths; only matching leaves are read.
             transforms: Transformations from the saved tree to the template's tree, as for
                 :func:`~holdfast.load_transformed`; they need a template.
@@ -237,14 +237,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             torch_tensors: Whether, without a template, torch tensors are restored as tensors if the program has
                 imported torch, as ``load_state_dict`` needs them. Managers set this.
             as_saved: Whether the template is the fresh state of a run that resumes: if it has the types of the fresh
-                state that the run began with (``fresh`` of :meth:`prepare`), leaves come back with the types that they
-                had at the save, and lists and dictionaries that have grown come back whole; other types are an
+                state that the run began with (``fresh`` of :meth:`prepare`), leaves are restored with the types they
+                had when saved, and lists and dictionaries that have grown are restored whole; other types are an
                 error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
                 template, jax arrays are restored as jax arrays if the program has imported jax; a list of root keys
                 restricts that to the leaves below them.
             entries: Templates for some entries of a saved dictionary, which may be missing there; the other entries
-                are restored as without a template.
-            source: A tree saved by another library, to read instead of the one in the folder.
+                are restored as if there were no template.
+            source: A tree saved by another library, which is read instead of the one in the folder.
             shared: Shared reads of all processes, from a manager: data that several processes need is read only once.
             cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
                 :func:`~holdfast.load`.
@@ -255,7 +255,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             The tree.
 
         Raises:
-            TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
+            TreeMismatchError: Template and checkpoint differ; the error lists every leaf that differs.
             DamagedCheckpointError: Stored data does not match its checksums.
             OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree;
                 or a leaf needs a type handler that is not registered.
@@ -341,11 +341,11 @@ class _LastTree(NamedTuple):
     key: tuple[Layout, int, int, FreshTypes | None]
     tree: KnownTree
     plan: TreePlan
-    fresh: Details | None  # of `HostTree`
+    fresh: Details | None  # see `HostTree.fresh`
 
 
 def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collection[str]) -> dict[str, LeafRequest]:
-    """Return requests that restore arrays as arrays of their original library, if it is imported."""
+    """Return requests that restore arrays as arrays of their original library, if the program has imported it."""
     requests: dict[str, LeafRequest] = {}
     of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
     roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))

@@ -40,7 +40,7 @@ class TypeHandler(abc.ABC):
     """Saves and restores leaves of the user's own types, or leaves of any type in the user's own storage.
 
     Attributes:
-        name: Name of this handler in ``tree.json``; a handler of this name must be registered to restore the leaves.
+        name: Name of this handler in ``tree.json``; a handler with this name must be registered to restore the leaves.
     """
 
     name: str
@@ -58,7 +58,7 @@ class TypeHandler(abc.ABC):
         return [ParamInfo(name=name) for name in names]
 
     def snapshot(self, value: Any) -> Any:
-        """Return a copy that does not change: the leaf itself may change during a save in the background.
+        """Return a copy that does not change, because the leaf itself may change during a background save.
 
         Args:
             value: A leaf.
@@ -67,7 +67,7 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[SaveArgs]) -> Any:
-        """Write leaves; perhaps on another thread, and on process 0 only. It may be a coroutine.
+        """Write leaves; may be called on another thread, and only on process 0. May be a coroutine.
 
         Args:
             values: The leaves, or snapshots of them.
@@ -81,7 +81,7 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[RestoreArgs]) -> Any:
-        """Read leaves back. It may be a coroutine.
+        """Read leaves back. May be a coroutine.
 
         Args:
             infos: One for each leaf, with its folder and facts. The files in the folder match their digests.
@@ -93,10 +93,10 @@ class TypeHandler(abc.ABC):
 
 
 class TypeHandlerRegistry:
-    """The :class:`TypeHandler` of each type.
+    """Maps each type to its :class:`TypeHandler`.
 
     Args:
-        handlers: The handlers by type.
+        handlers: The handlers, keyed by type.
     """
 
     def __init__(self, handlers: Mapping[type, TypeHandler] | None = None) -> None:
@@ -110,10 +110,10 @@ class TypeHandlerRegistry:
         Args:
             leaf_type: The handler gets all leaves that are instances of this type, even containers and arrays.
             handler: Handler that saves and restores them.
-            override: Whether to replace the handler that the type has already.
+            override: Whether to replace the type's existing handler.
 
         Raises:
-            OptionError: The type has a handler already, or another handler has the same name.
+            OptionError: The type already has a handler, or another handler has the same name.
         """
         name = getattr(handler, "name", None)
         if not isinstance(name, str) or not name:
@@ -138,7 +138,7 @@ class TypeHandlerRegistry:
         return tuple(self._handlers)
 
     def find(self, value: Any) -> TypeHandler | None:
-        """Return the handler of a leaf, of its nearest base class first; None if there is none."""
+        """Return the handler for a leaf, registered for its type or its nearest base class; None if there is none."""
         if not self._handlers:
             return None
         for base in type(value).__mro__:
@@ -147,7 +147,7 @@ class TypeHandlerRegistry:
         return next((handler for handled, handler in self._handlers.items() if isinstance(value, handled)), None)
 
     def named(self, name: str) -> TypeHandler | None:
-        """Return the handler of a name, or None."""
+        """Return the handler with the given name, or None."""
         return next((handler for handler in self._handlers.values() if handler.name == name), None)
 
 
@@ -161,10 +161,10 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
     Args:
         leaf_type: The handler gets all leaves that are instances of this type.
         handler: Handler that saves and restores them.
-        override: Whether to replace the handler that the type has already.
+        override: Whether to replace the type's existing handler.
 
     Raises:
-        OptionError: The type has a handler already, or another handler has the same name.
+        OptionError: The type already has a handler, or another handler has the same name.
     """
     DEFAULT_REGISTRY.register(leaf_type, handler, override=override)
 
@@ -188,7 +188,7 @@ class ExternalLeaves:
         *,
         snapshot: bool,
     ) -> None:
-        self.notes: dict[int, ValueLeaf] = {}  # ``tree.json`` entries by leaf index
+        self.notes: dict[int, ValueLeaf] = {}  # ``tree.json`` entries, keyed by leaf index
         self._groups: list[_Group] = []
         for handler, numbers in _by_handler(enumerate(map(registry.find, values if registry.leaf_types else ()))):
             handled = [values[number] for number in numbers]
@@ -253,7 +253,7 @@ def restore_external(
     registry: TypeHandlerRegistry,
     args: Mapping[str, RestoreArgs],
 ) -> Any:
-    """Read the leaves that have type handlers into a loaded tree; ``numbers`` are their indexes by name."""
+    """Read the leaves that have type handlers into a loaded tree; ``numbers`` maps their names to indexes."""
     flat = flatten(tree, registry.leaf_types)
     values = list(flat.values)
     external = {position: value for position, value in enumerate(values) if isinstance(value, ExternalLeaf)}
