@@ -50,8 +50,8 @@ _OBJECTS = 5000  # maximum number of objects to visit at a step: in functions, a
 _SECONDS = 0.5  # time limit in seconds for each of the two
 _DEPTH = 7
 _ITEMS = 64  # maximum number of items to visit in a container
-_BYTES = 4 << 20  # maximum number of bytes to hash of an array
-_TEXT = 200  # maximum number of characters of a text value
+_BYTES = 4 << 20  # maximum number of bytes of an array to hash
+_TEXT = 200  # maximum number of characters in a text value
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # the count, as the key never changes
+        count = getattr(obj.count, "_raw_value", obj.count)  # the count, because the key never changes
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)

@@ -129,7 +129,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         arrays, text = leaves_of(state)
         sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            # Skip JAX arrays that are not ready, as reading would wait, and arrays on a device that cannot be read.
+            # Skip JAX arrays that are not ready, because reading would wait, and those on a device that cannot be read.
             with contextlib.suppress(Exception):
                 plain = jax.random.key_data(array) if is_jax_array(array) and is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():

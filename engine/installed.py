@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-_NAME = "holdfast-checkpoint"  # distribution name, as ``holdfast`` on PyPI is another project
+_NAME = "holdfast-checkpoint"  # distribution name, because ``holdfast`` on PyPI is another project
 
 
 def install_command(*extras: str) -> str:

@@ -64,7 +64,7 @@ _NOW = "now"  # current states of the loader's own generators and _ORDER, which 
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # requests after a stop, as ``while step < total`` around a loop over the data would never end
+_MOST_REFUSED = 10_000  # requests after a stop; ``while step < total`` around the data loop would never end
 _LONG = 5.0  # seconds of redrawing before a log message
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -99,7 +99,7 @@ class LoaderPosition:
         self.checksum: int | None = None  # of sampled values in the last batch
         self._next: list[Any] = []  # lookahead: a batch beyond the loader's length
         self._announce: Announce | None = None
-        self._exit_status: int | None = None  # set once the run was stopped
+        self._exit_status: int | None = None  # set once the run has been stopped
         self._refused = 0  # requests for batches since the stop
 
     @property
@@ -112,11 +112,11 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Yield no more batches, as the run was stopped; ``exit_status`` is for a program that continues anyway."""
+        """Yield no more batches: the run has been stopped. A program that continues exits with ``exit_status``."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
-        """Return whether the run was stopped; exit if the program keeps requesting batches."""
+        """Return whether the run has been stopped; exit if the program keeps requesting batches."""
         if self._exit_status is None:
             return False
         self._refused += 1
@@ -156,7 +156,7 @@ class LoaderPosition:
             set_generator_state(self._generators[name], states[name])
 
     def _order_now(self) -> dict[str, Any]:
-        # a copy, as the program may modify the value later
+        # a copy, because the program may modify the value later
         return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
 
     def _set_order(self, saved: Mapping[str, Any]) -> None:
@@ -202,7 +202,7 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that uses global generators draws other numbers here, as the model does not draw in between.
+        # A dataset that uses global generators draws other numbers here, because the model does not draw in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
@@ -412,7 +412,7 @@ def skip_to(
             same ones in the same order when the run is resumed.
         state: Two functions, ``get`` and ``set``. ``get()`` returns what the order of an epoch depends on: plain data,
             arrays and tensors. It is called at the start of an epoch and at each step, and both values are saved.
-            In a resume, ``set(value)`` gets the first value before earlier batches are drawn again, then the second.
+            In a resume, ``set`` gets the first value before earlier batches are drawn again, and the second after that.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.

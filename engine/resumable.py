@@ -140,7 +140,7 @@ class ResumableLoader(LoaderPosition):
         self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run; batches taken before a fresh start, such as for a look at the data, do not count."""
+        """Begin a run; batches taken before a fresh start, such as to inspect the data, do not count."""
         super().begin_run(announce)
         self._loops = set()
         self._announce = announce if self._loads_again and self._has_indices else None
@@ -238,7 +238,7 @@ class _Indices:
         return self
 
     def __next__(self) -> Any:
-        self.skip()  # not in __iter__, as the loader draws its workers' seed first
+        self.skip()  # not in __iter__, because the loader draws its workers' seed first
         return next(self._rest)
 
     def skip(self) -> None:

@@ -189,7 +189,7 @@ def is_actor(obj: object) -> bool:
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
     """Return the result of an actor call; log which actor is slow to respond."""
-    ray: Any = sys.modules["ray"]  # imported already, as the handle comes from it
+    ray: Any = sys.modules["ray"]  # already imported, because the handle comes from it
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
         waited, pause = waited + pause, 2 * pause
@@ -282,7 +282,7 @@ class _LoaderState(dict[str, Any]):
 
 
 def _state_of_loader(loader: Any) -> Any:
-    """Return the states of a loader and its generators, as torchdata ignores the seeds drawn by epochs."""
+    """Return the states of a loader and its generators, because torchdata ignores the seeds drawn by epochs."""
     if isinstance(restored := loader.next_iter_state, _LoaderState):
         restored.has_reported = True
         return restored.saved

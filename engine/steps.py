@@ -5,8 +5,8 @@ A step's folder is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``,
 does. The steps that share a prefix are a *series*: a manager works on the series of its ``step_prefix``, and functions
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
-- within a series, the highest step, as clocks differ and jump;
-- across series, the one whose newest step was committed last, as their steps do not count the same updates.
+- within a series, the highest step, because clocks differ and jump;
+- across series, the one whose newest step was committed last, because their steps do not count the same updates.
 
 Another program, such as an evaluator, may add metrics to a step while the run is alive. Each call adds a file
 ``metrics/<step>.<token>.json`` to the directory, and changes no file of the run. The file identifies the checkpoint,
@@ -104,7 +104,7 @@ class LateMetrics:
 
     def of(self, folder: str) -> list[Added]:
         """Return the metrics added to the checkpoint in a folder, in any order."""
-        return list(self._files.get(folder, {}).values())  # a copy, as another thread may be refreshing
+        return list(self._files.get(folder, {}).values())  # a copy, because another thread may be refreshing
 
     def files_of(self, folder: str) -> list[str]:
         """Return the names of the metrics files read for the checkpoint in a folder."""
@@ -164,7 +164,7 @@ def _names(directory: Location) -> list[str]:
             return []
 
 
-@cache  # cached, as the folder is listed at every save
+@cache  # cached, because the folder is listed at every save
 def _warn_of_file(url: str) -> None:
     _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", url)
 
@@ -352,7 +352,7 @@ def list_steps(
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Use several threads to read thousands of small files, even from a disk, as they may not be in the page cache.
+    # Use several threads to read thousands of small files, even from a disk: they may not be in the page cache.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:

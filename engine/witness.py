@@ -118,7 +118,7 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of generator states; Python's is compared first, as few programs use it."""
+        """Return checksums of generator states; Python's is compared first, because few programs use it."""
         # Only random.Random states are such tuples: the tuple of a RandomState contains an array.
         tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
@@ -171,7 +171,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records as the next step is saved or the run ends; in a store, replace the object."""
+        """Write the remaining records when the next step is saved or the run ends; in a store, replace the object."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -181,7 +181,7 @@ class RecordFile:
         self._size += len(line) + 1
 
     def _flush(self, file: Location, *, wait: bool) -> None:
-        """Write records in order without raising errors, as no other file depends on this one."""
+        """Write records in order without raising errors, because no other file depends on this one."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # the computation on the device failed
                 line = _line(self._waiting.pop(0).finish())

@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # newest first, as they are usually the hardest to beat
+        for info in reversed(moment.earlier):  # newest first, because they are usually the hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -209,7 +209,7 @@ class StepPace:
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
         self._without: deque[float] = deque(maxlen=200)  # seconds of recent steps without a save
-        self._usual: Sequence[float] = ()  # a snapshot of these when the save began
+        self._usual: Sequence[float] = ()  # a snapshot of these, taken when the save began
         self._during: list[float] = []  # seconds of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
@@ -226,7 +226,7 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return by how many seconds a save of this duration slowed the steps; None with too few steps."""
+        """Return by how many seconds a save of this duration slowed the steps; None if there are too few steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
@@ -297,7 +297,7 @@ class SaveDecisions:
         return answer if answer and not saved else decide(self._schedule.certain, moment)
 
     def _starts_at(self, step: int) -> None:
-        """Start the run at the first step that is asked about or saved."""
+        """Start the run at the first step that is saved or checked for a save."""
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
@@ -322,9 +322,9 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that resumed from an earlier one, until it replaces or passes them."""
+    """The steps after the one that a run resumed from, until the run replaces or passes them."""
 
-    # Only this run remembers them: another cannot know which steps belong together, hence the warning.
+    # The warning is needed because only this run remembers them: another cannot know which steps belong together.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
@@ -344,7 +344,7 @@ class AbandonedSteps:
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Note that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
+        """Record that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

@@ -175,9 +175,9 @@ class _Start:
 class Experience:
     """Statistics about the cost of a run's saves and its failures, learned from its events.
 
-    A failure is a start of the program that loses work: it ended with an exception after a step, crashed, hung or was
-    killed, or ended without an event, as when its machine was lost. A preemption before which the run has saved loses
-    nothing, and does not count as a failure.
+    A failure is an attempt that loses work: the program ended with an exception after a step, crashed, hung or was
+    killed, or ended without an event, such as when its machine was lost. A preemption loses nothing if the run saved
+    before it, and does not count as a failure.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -185,7 +185,7 @@ class Experience:
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last start that failed, until a later one resumes
+        self._lost: _Start | None = None  # the last attempt that failed, until a later one resumes
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -216,7 +216,7 @@ class Experience:
 
     @property
     def ran(self) -> float:
-        """The total running time in seconds: of each start, until its last event."""
+        """The total running time in seconds: that of each attempt until its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
@@ -241,7 +241,7 @@ class Experience:
     def comeback(self) -> float:
         """The median seconds from a failure until the state is restored; 0 before the first.
 
-        If no event reports the end of the program, they count from the next start.
+        If no event reports the end of the program, the time is measured from the next start.
         """
         return median(self._returns) if self._returns else 0.0
 
@@ -295,7 +295,7 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float, program: Any) -> _Start:
-        """Return the start of the program that an event belongs to; a new start ends the previous one."""
+        """Return the attempt that an event belongs to; a new attempt ends the previous one."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
@@ -338,13 +338,13 @@ class Experience:
 class LearnedInterval(SavePolicy):
     """Saves at the interval expected to lose the least time, learned from the run's events, within bounds.
 
-    The first save comes after the least interval, as the cost of a save is not known before.
+    The first save comes after the shortest interval, because the cost of a save is not known earlier.
     """
 
     least: float
     greatest: float
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The current trigger; replaced as a whole, as events arrive on the saving thread.
+    # The current trigger; replaced as a whole, because events arrive on the saving thread.
     _now: Every = field(init=False, compare=False, repr=False)
     _reported: float | None = field(default=None, init=False, compare=False, repr=False)
 

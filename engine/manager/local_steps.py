@@ -141,12 +141,12 @@ class _Program:
     run: str | None  # the run's folder with the local steps that count; None while the run's directory is new
     path_digest: str  # the suffix of that folder's name, a digest of the directory's path
     token: str
-    attempt: str  # random text, unique to this start of the program
+    attempt: str  # random text, unique to this attempt of the program
     branches: tuple[LocalBranch, ...]  # the history at the start, which determines the local steps that count
 
 
 class LocalHosts:
-    """The hosts of a program, and the run's local steps on them."""
+    """The hosts that a program runs on, and the run's local steps stored on them."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
@@ -364,7 +364,7 @@ class LocalHosts:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            for digested in (True, False):  # the index first: it has the other checksums
+            for digested in (True, False):  # the index first, because it has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
                 answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
                 if answer["damaged"]:

@@ -70,7 +70,7 @@ class LocalTier(StepPlace):
         # A restore after the first step: its step, and whether it was local. The program may only be inspecting it.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # of a save that lost contact with the others, as would the next
+        self._lost: Exception | None = None  # from a save that lost contact with the others; the next would, too
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # saves since the last event about them

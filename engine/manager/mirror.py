@@ -60,7 +60,7 @@ class MirrorStatus:
 
     Attributes:
         path: The mirror's location.
-        step: The newest whole step in the mirror, or None; also None until the mirror was first reached.
+        step: The newest whole step in the mirror, or None; also None until the mirror has first been reached.
         copying: The step that is being copied, or None.
         bytes_left: Bytes of the run's newest step that the mirror still lacks.
         bytes_per_second: The rate of the last copy, measured outside of saves, or None before the first one.
@@ -160,7 +160,7 @@ class RunMirror(StepPlace):
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
-        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
+        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without steps must read the mirror
         newer = [step for step in reversed(steps) if step > newest]
         far = self._far
         for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
@@ -246,7 +246,7 @@ class RunMirror(StepPlace):
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-            # not on the copying thread, where a listener may be deleting: it would wait for itself
+            # not on the copying thread: a listener there may be deleting, and would wait for its own thread
             waits = point == "deleted" and is_primary and threading.current_thread() is not self._thread
             if waits:
                 self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
@@ -272,7 +272,7 @@ class RunMirror(StepPlace):
             far = self._look()
             if far.steps_and_damaged():
                 of = far.identity.directory
-                if of not in (None, self._run.location.url):  # differs if this run's directory may be a copy
+                if of not in (None, self._run.location.url):  # if it differs, this run's directory may be a copy
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
                 self._delete_covered(far)
@@ -302,7 +302,7 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, even if not due, if it takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # copy the records that the witness added since
+        if self._ending.is_set() and self._has_finished:  # copy the records that the witness has added since
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
@@ -339,7 +339,7 @@ class RunMirror(StepPlace):
             self._far.ownership.release()
 
     def _warn_of_lacking(self) -> None:
-        """Warn which folder has the newest step, if the mirror lacks it."""
+        """If the mirror lacks the newest step, warn and name the folder that has it."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -415,7 +415,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # first, in case a deleted step was saved again and is copied next
+            self._delete_covered(far)  # first, because a deleted step may have been saved again and is copied next
             self._follow(far)
             if (record := self._next(far)) is None:
                 break
@@ -524,7 +524,7 @@ class RunMirror(StepPlace):
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:  # no identity on one side: compare a step that both have
+        else:  # one of the two has no identity: compare a step that both have
             common = [step for step in far.steps() if step in self._run]
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -548,7 +548,7 @@ class RunMirror(StepPlace):
                 )
 
     def _is_lost(self) -> bool:
-        """Return whether another run has taken over the mirror, or it never belonged to this run."""
+        """Return whether another run has taken over the mirror, or the mirror never belonged to this run."""
         return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
@@ -618,7 +618,7 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 @atexit.register
 def _warn_at_exit() -> None:
-    """Warn about the steps that mirrors lack whose managers were not closed."""
+    """Warn about steps missing from mirrors whose managers were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child does not own the mirror
             mirror._warn_of_lacking()

@@ -213,7 +213,7 @@ OPTIONS = "options.json"  # file with the last run's retention options, and its 
 
 
 class Tombstone(NamedTuple):
-    """Marks a step, or all later ones, as deleted for places that may still have it; not a step saved again."""
+    """Marks a step, or all later ones, as deleted for places that may still have it; ignores a step saved again."""
 
     step: int
     later: bool = False  # whether it covers all steps after this one
@@ -239,15 +239,15 @@ class Tombstones(frozenset[Tombstone]):
         return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
     def numbers(self) -> tuple[list[int], int | None]:
-        """Return the single deleted steps, and the step after which all steps were deleted."""
+        """Return the individually deleted steps, and the step after which all steps were deleted."""
         steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
         return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
 
 class LocalBranch(NamedTuple):
-    """A part of a run's history: the local saves that one start of the program makes after a step."""
+    """A part of a run's history: the local saves that one attempt of the program makes after a step."""
 
-    attempt: str  # random text, unique to the start
+    attempt: str  # random text, unique to the attempt
     sequence: int  # the sequence number of the last local save before it
     after: int  # the step after which the program continues; -1 without one
 

@@ -289,7 +289,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address from which this host reaches another, or with None the internet; sends nothing."""
+    """Return the address from which this host reaches another, or the internet if None; sends nothing."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -313,7 +313,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
+    """Return the head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
     head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size)), deadline))
     limit = PIECE if memory is None else min(PIECE, len(memory))
     if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:

@@ -87,7 +87,7 @@ class StepRestorer:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         began = time.perf_counter()
         self._fetch_missing(step)
-        # Reads are shared only if the options ask for it, as a program may restore a step on a single process.
+        # Reads are shared only if the options ask for it, because a program may restore a step on a single process.
         with self._shared_reads(together=False) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
@@ -166,7 +166,7 @@ class StepRestorer:
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
-            if not peeks:  # logged at once, as the next step may raise an error
+            if not peeks:  # logged at once, because the next step may raise an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
             damaged.append((step, damage))
         if damaged:
@@ -270,7 +270,7 @@ class StepRestorer:
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            if shared is not None:  # the other processes are perhaps not reading it again
+            if shared is not None:  # the other processes may not be reading it again
                 shared.leave()
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:

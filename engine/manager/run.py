@@ -27,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """If the block fails, report this to the other processes at once, as this process takes no part in the save."""
+    """If the block fails, report this to the others at once, because this process takes no part in the save."""
     try:
         yield
     except BaseException as error:

@@ -37,7 +37,7 @@ class SaveQueue:
     abandoned: AbandonedSteps
     _pending: PendingSave | None = None  # the save in progress
     _warned_of_repeated: bool = False
-    _watch: MetricWatch | None = None  # None once the ranking metric was reported
+    _watch: MetricWatch | None = None  # None once the ranking metric has been reported
 
     def __post_init__(self) -> None:
         best_fn = self.run.options.best_fn
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill knows of it
+                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill knows about it
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
