@@ -32,7 +32,7 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # digest of an operating system generator, whose draws leave no trace
+STATELESS = "no state"  # digest of the operating system's generator, whose draws leave no trace
 
 
 class Fact(NamedTuple):

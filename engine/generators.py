@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # as saved by the first version in Lightning runs
+    if isinstance(saved, dict):  # as the first version saved it in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None

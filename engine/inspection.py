@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory; None if a run deletes it meanwhile, which removes the record first."""
+    """Verify a step in a directory; None if a run has deleted it meanwhile (deletions remove the record first)."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None

@@ -70,7 +70,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # Only the run has the function that ranks its steps, so the reasons are unknown here.
+    # Only the run's program has the function that ranks its steps, so the reasons are unknown here.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]

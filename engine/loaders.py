@@ -58,7 +58,7 @@ TAKEN = "taken"  # the epoch, and the number of its batches taken
 _BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end
 _ORDER = "state"  # return value of the user's state function at that time
 _VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
-LAST = "last"  # checksum of the last batch, compared by a resume with the redrawn batch
+LAST = "last"  # checksum of the last batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether it was the last batch of the epoch
 _NOW = "now"  # current states of the loader's own generators and _ORDER, which other code may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
@@ -91,12 +91,12 @@ class LoaderPosition:
         self._batches: Iterator[Any] | None = None
         self.epoch = self._taken = 0  # the current epoch, from 0, and the number of its batches taken
         self._most: int | None = None  # batches per epoch, if set by the program
-        self._has_ended = False  # whether the epoch's last batch was taken
+        self._has_ended = False  # whether the epoch's last batch has been taken
         self._begun: dict[str, Any] = {}  # generator states at the start of the epoch
         self._order: dict[str, Any] = {}  # return value of the user's state function at that time
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
-        self.checksum: int | None = None  # of sampled values in the last batch
+        self.checksum: int | None = None  # checksum of sampled values in the last batch
         self._next: list[Any] = []  # lookahead: a batch beyond the loader's length
         self._announce: Announce | None = None
         self._exit_status: int | None = None  # set once the run has been stopped
@@ -164,7 +164,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Restore what the order depends on, except global generators; return the state, and if parts are missing."""
+        """Restore what the order depends on, except global generators; return the state, and whether parts differ."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))

@@ -1,4 +1,4 @@
-"""The progress of a long call: the protocol that programs implement, and the shares of a call in it."""
+"""The progress of a long call: the protocol that programs implement, and its division into shares."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def answer_of_actor(handle: Any, reference: Any) -> Any:
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data
 
 _FILES = "files"
-_NAME = "iterator"  # name, or name prefix, of the files written by the iterator
+_NAME = "iterator"  # name, or name prefix, of the files that the iterator writes
 
 
 def _writes_files(obj: object) -> bool:
@@ -270,7 +270,7 @@ class _LoaderState(dict[str, Any]):
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
         self.saved = saved  # the state as stored in a checkpoint, until an iterator has started
-        self.has_reported = False  # whether steps followed the restore
+        self.has_reported = False  # whether steps have followed the restore
         self._begun: Callable[[], object] | None = begun
 
     def __getitem__(self, key: str) -> Any:

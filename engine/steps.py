@@ -90,7 +90,7 @@ class LateMetrics:
         self._files: dict[str, dict[str, Added]] = {}  # by step folder, then by file name
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read metrics added since the last call to steps whose folders exist; return these folders."""
+        """Read the metrics that were added, since the last call, to steps whose folders exist; return these folders."""
         names = set(_names(self._directory))
         read = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(read - names)
@@ -98,7 +98,7 @@ class LateMetrics:
         folder = self._directory / LATE
         contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
-            if content is not None:  # otherwise it may be readable next time
+            if content is not None:  # otherwise, it may be readable next time
                 self._files.setdefault(_folder(name), {})[name] = content
         return {_folder(name) for name in unread}
 

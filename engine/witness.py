@@ -34,7 +34,7 @@ from .storage import Location, append_line
 VERSION = 1
 LIMIT = 64 << 10  # size limit of a file in bytes
 _LEAVES = 128
-_GRADIENTS = 16  # number of gradients; an accumulation shows in each of them
+_GRADIENTS = 16  # number of gradients to record; an accumulation shows in each of them
 _NUMBERS = 768  # number of elements whose values are recorded to measure a difference
 _FULL = 32 << 20  # maximum bytes of leaves summed in full
 # Metrics with these words in their names measure the machine, not the run.
@@ -50,11 +50,11 @@ class Seen:
 
     step: int
     root: Any  # the state, and what is saved with it as arrays and numbers, by name
-    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders, whose plain attributes help to explain
+    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders; attributes help explain a difference
     generators: Mapping[str, Any] = field(default_factory=dict)  # state snapshots of random generators, by name
     positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as data positions
     batch: Any = None
-    checksums: Mapping[str, int] = field(default_factory=dict)  # by loader, of batches that were already taken
+    checksums: Mapping[str, int] = field(default_factory=dict)  # checksums, by loader, of batches already taken
     metrics: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)  # numbers that must agree, such as the epoch
 
@@ -233,7 +233,7 @@ class Records:
     names: tuple[str, ...] = ()  # names of the sampled leaves
     total: int = 0  # number of leaves in the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # by number of reports since the save
-    why: str = ""  # reason if there are none
+    why: str = ""  # why there are no records
     key: Mapping[str, Any] = field(default_factory=dict)  # facts that must be the same in the resumed run
     lines: tuple[str, ...] = ()
     place: Location | None = None

@@ -148,10 +148,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save; the same on all processes."""
+    """The steps at which processes agree on whether to save; all processes have the same ones."""
 
     # Process 0 predicts from the pace of the loop when the next timed save is due, and schedules the next agreement
-    # half-way to it. After a save due to its step, the processes ask with growing gaps how it ended.
+    # half-way to it. After a save due to its step alone, the processes ask how it ended, with growing gaps.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -161,7 +161,7 @@ class SyncSchedule:
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the next gap
+        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the gap after it
         self.answers: Mapping[int, Decision] = {}  # the last agreed decision, by its step
         self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
 
@@ -208,9 +208,9 @@ class StepPace:
 
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
-        self._without: deque[float] = deque(maxlen=200)  # seconds of recent steps without a save
+        self._without: deque[float] = deque(maxlen=200)  # durations of recent steps without a save
         self._usual: Sequence[float] = ()  # a snapshot of these, taken when the save began
-        self._during: list[float] = []  # seconds of the steps during the latest save
+        self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
         """Record the end of a step, and the number of the save in progress, if any."""
@@ -226,7 +226,7 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return by how many seconds a save of this duration slowed the steps; None if there are too few steps."""
+        """Return by how many seconds a save of this duration slowed down the steps; None if there are too few steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None

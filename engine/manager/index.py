@@ -52,7 +52,7 @@ class IndexedStep:
 
     @property
     def is_absent(self) -> bool:
-        """True if there is no checkpoint, not even a damaged one."""
+        """Whether there is no checkpoint, not even a damaged one."""
         return self.error is None and self.info is None
 
 
@@ -70,7 +70,7 @@ class StepIndex:
         self.location = location
         # Steps read from other places, with their folders and commit records; replaced as a whole.
         self.borrowed: Mapping[int, tuple[Location, CheckpointRecord]] = {}
-        self._places = places  # places that may have further steps
+        self._places = places  # places that may have steps that the directory lacks
         self._options = options
         self._series = series_of(options.step_prefix)
         self._late = LateMetrics(location)
@@ -81,7 +81,7 @@ class StepIndex:
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         names = self.reload()
         is_new, begun = names <= {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}, OWNER in names
-        # Do not start a run beside steps of another library; reread the directory if own steps have appeared meanwhile.
+        # Do not start a run beside another library's steps; reread the directory if own steps have appeared meanwhile.
         if not (options.read_only or self._index or is_new or check_unclaimed(location, self._series, begun=begun)):
             self.reload()
 
@@ -176,7 +176,7 @@ class StepIndex:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as seen by retention rules, in ascending order."""
-        if (infos := self._infos) is not None:  # fast path: requested at each step, and rarely changed
+        if (infos := self._infos) is not None:  # fast path, because this is called at each step, and rarely changes
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)

@@ -2,7 +2,7 @@
 
 A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
 loses half an interval on average, plus the time until a save is durable and the time to resume, which do not depend
-on it. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
+on T. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
 interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for restart dumps,
 FGCS 22(3), 2006) shows that the time to resume does not change the optimum, and that it is within a tenth of this as
 long as a save costs less than a seventh of the time between two failures.
@@ -30,7 +30,7 @@ _logger = logging.getLogger("holdfast")
 DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
-_RECENT = 20  # number of recent saves and resumes that medians are taken over
+_RECENT = 20  # number of recent saves and resumes used for medians
 _NOTABLE = 0.1  # smallest relative change of the interval worth reporting
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
@@ -101,7 +101,7 @@ class Every(SavePolicy, KeepPolicy):
         return "every step" if self.steps == 1 else f"every {self.steps} steps"
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the lowest step, and each one committed at least the interval after the previously kept one."""
+        """Return the lowest step, and each step committed at least one interval after the previously kept one."""
         kept: dict[int, str] = {}
         last = math.nan  # the time of the last kept step
         for info in ordered:
@@ -211,7 +211,7 @@ class Experience:
 
     @property
     def interval(self) -> float | None:
-        """The seconds from one save to the next: the median of recent saves; None before the second save of a start."""
+        """The seconds from one save to the next: the median of recent saves; None before an attempt's second save."""
         return median(self._gaps) if self._gaps else None
 
     @property
@@ -251,7 +251,7 @@ class Experience:
         """Return the interval within bounds that loses the least time, in seconds; the lower bound before any save."""
         if (cost := self.cost) is None:
             return least
-        # A shorter interval is useless: a save waits until the previous one is durable.
+        # A shorter interval is useless, because a save waits until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:

@@ -156,7 +156,7 @@ class LocalHosts:
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.further: set[int] = set()  # whole local steps in the run's history, read only if needed
+        self.further: set[int] = set()  # other whole local steps in the run's history, read only if needed
         self.left: set[int] = set()  # whole local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # files that each host holds; only on process 0
         self._elsewhere: dict[int, str] = {}  # on process 0: why steps that may belong to another run are not used
@@ -325,7 +325,7 @@ class LocalHosts:
         """Return whether the history of the newest step contains a local step; on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
-        return step > max(self._run.steps(), default=-1)  # no history was recorded: the directory is new
+        return step > max(self._run.steps(), default=-1)  # no history has been recorded: the directory is new
 
     def _counting(self) -> list[WholeStep]:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
@@ -354,7 +354,7 @@ class LocalHosts:
         return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
-        """Return one of the ``further`` steps if it is whole; all processes call this."""
+        """Return one of the ``further`` steps if it is whole; all processes must call this."""
         self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 

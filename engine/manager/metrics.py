@@ -80,7 +80,7 @@ def number_of(value: Any) -> int | float | None:
     """Convert a value, or an array of one element, to a plain number; return None for anything else, such as text."""
     if not isinstance(value, (int, float)):
         # An array of one element is a number, whatever its shape; `float` would warn about the shape (1,). ``item()``
-        # raises errors of the computation behind an array, which must not be taken for a missing metric.
+        # raises errors of the computation behind an array, which must not be mistaken for a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)

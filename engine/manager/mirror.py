@@ -50,7 +50,7 @@ _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
 _FETCH = 86400.0  # timeout in seconds of the other processes while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between checks whether the copy can still finish in time
+_LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
 _MARGIN = 1.2  # safety factor on the copy time that the measured rate predicts
 
 
@@ -95,12 +95,12 @@ class _Copying:
 
     @property
     def rate(self) -> float | None:
-        """Measured rate in bytes a second; None if nothing was measured."""
+        """Measured rate in bytes per second; None if nothing has been measured."""
         return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Ends a copy that is obsolete: the run ends, its step was deleted or replaced, or only a newer one counts."""
+    """Raised to end an obsolete copy: the run ends, or its step was deleted, replaced or superseded by a newer one."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -143,7 +143,7 @@ class RunMirror(StepPlace):
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether a save to a local disk is in progress
         self._due = False
-        self._final = False  # whether the run is ending, so that its newest step is copied even if not due
+        self._final = False  # whether the run is ending; its newest step is then copied even if not due
         self._has_finished = False  # whether this run itself, not a takeover by another, ended the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
@@ -151,7 +151,7 @@ class RunMirror(StepPlace):
         self._error: str | None = None
         self._copying: _Copying | None = None
         self._copied = CopiedFiles()
-        self._rate: float | None = None  # of the last copy, in bytes a second
+        self._rate: float | None = None  # rate of the last copy, in bytes per second
 
     # ---- from the mirror to the run
 
@@ -571,7 +571,7 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the step that the run saved last, or its newest otherwise: later steps belong to another branch."""
+        """Return the step that the run saved last (later ones belong to another branch), or else its newest."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 

@@ -282,7 +282,7 @@ class CheckpointOptions:
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        """Return the custom policies that a program has passed: when to save, and what to keep."""
+        """Return the program's custom policies for when to save and for what to keep."""
         return (), ()
 
 

@@ -55,7 +55,7 @@ class Ownership:
         self._lock = FileLock(directory / OWNER)
         self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
-        self._size: int | None = None  # size of the owner file in bytes, once written
+        self._size: int | None = None  # size of the owner file in bytes, once it has been written
         # Several URLs can name the same place in an object store; their locations are equal.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 

@@ -64,7 +64,7 @@ class PeerServer:
                 f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
                 "Local(address=...)"
             ) from error
-        self.address = host, int(self._listener.getsockname()[1])  # host and port under which peers reach the server
+        self.address = host, int(self._listener.getsockname()[1])  # host and port at which peers reach the server
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class PeerServer:
                     asked, _ = _receive(connection)
                     connection.settimeout(self._timeout)
                     self._answer(connection, asked)
-        except Exception as error:  # the peer is gone, or is not authorized
+        except Exception as error:  # the peer has gone, or is not authorized
             _logger.debug("a connection between hosts has ended: %s", error or type(error).__name__)
         finally:
             with self._lock:
@@ -209,7 +209,7 @@ class Peer:
             connection.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a pooled or new connection; retry on a new one if the pooled connection was closed."""
+        """Do work on a pooled or new connection; retry on a new one if the pooled connection has been closed."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:

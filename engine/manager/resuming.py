@@ -152,7 +152,7 @@ class StepRestorer:
                 if damage is None:
                     return step, values, damaged
                 self._drop(step, damage)
-            if damage.deleted:  # the run writing here has deleted it, and has newer steps
+            if damage.deleted:  # the run that writes here has deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps
@@ -235,7 +235,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes share if they restore ``together``, or always by option; else yield None."""
+        """Begin reads that all processes share if they restore ``together`` or the option is set; else yield None."""
         option, processes = self.run.options.load_and_broadcast, self.run.processes
         transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
@@ -283,7 +283,7 @@ class StepRestorer:
         with self._shared_reads(together=True) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
-            except PeerFailedError as error:  # the actual reason follows: damage, or a fatal error
+            except PeerFailedError as error:  # the actual cause follows: damage, or a fatal error
                 broken = error
             except BaseException as error:
                 if shared is not None:

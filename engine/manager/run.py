@@ -111,8 +111,8 @@ class Run:
         return answer
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if already closed."""
-        with self.changing:  # a save of another thread has begun before this, or is refused
+        """Refuse all further changes; return False if the run is already closed."""
+        with self.changing:  # a save on another thread has either begun before this or is refused
             was_open, self._closed = not self._closed, True
             return was_open
 

@@ -121,7 +121,7 @@ class SaveQueue:
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # What may fail on a single process only follows here, so that all processes see the same steps.
+                    # Only now come calls that may fail on one process, so that all see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
@@ -133,7 +133,7 @@ class SaveQueue:
                 save = Save(
                     self.run.steps.step_location(step),
                     values,
-                    overwrite=True,  # an existing step was committed by a superseded run
+                    overwrite=True,  # an existing step must have been committed by a superseded run
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
