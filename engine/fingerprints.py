@@ -94,7 +94,7 @@ def facts() -> dict[str, Fact]:
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # perhaps only a for statement holds a loader
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # only a for statement may hold a loader
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))

@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged: name the files that differ, or else this error
+    except HoldfastError as error:  # the structure is damaged: report the files that differ, or else this error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

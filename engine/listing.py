@@ -31,7 +31,7 @@ class CheckpointSummary:
             space that the steps take.
         metrics: The metrics stored with it, or None.
         reason: Why it was saved.
-        kept: Why it is kept, as far as is known.
+        kept: Why it is kept, as far as this is known.
         damage: The problem with its record or the sizes of its files, or None.
     """
 
@@ -76,7 +76,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, summary in zip(steps.entries, summaries, strict=True):
         if summary.damage and entry.record is not None and has_changed(entry.location, entry.record):
-            return list_checkpoints(directory)  # a run replaced or deleted the step meanwhile
+            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
     strays = stray_folders(location, None, steps.entries)
     series = {str(entry.location): entry.series for entry in (*steps.entries, *strays)}
     summaries += [CheckpointSummary(step=entry.step, path=str(entry.location), damage=_STRAY) for entry in strays]

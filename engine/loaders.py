@@ -54,7 +54,7 @@ def derives(obj: object, name: str, package: str) -> bool:
 # ---- loaders without a state
 
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
-TAKEN = "taken"  # the epoch, and the number of its batches taken
+TAKEN = "taken"  # the epoch, and the number of batches taken from it
 _BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end
 _ORDER = "state"  # return value of the user's state function at that time
 _VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
@@ -89,7 +89,7 @@ class LoaderPosition:
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
-        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of its batches taken
+        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
         self._has_ended = False  # whether the epoch's last batch has been taken
         self._begun: dict[str, Any] = {}  # generator states at the start of the epoch

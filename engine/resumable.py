@@ -121,7 +121,7 @@ class ResumableLoader(LoaderPosition):
             self._go_to(self.epoch, self._taken)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches taken, and the states that determine its order."""
+        """Return the epoch, the number of batches taken from it, and the states that determine its order."""
         self._reported = self._turn
         if self._batches is not None and self._loops is not None and len(self._loops) == 2:
             self._loops = None
@@ -190,7 +190,7 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume yields the remaining batches of the epoch. There are none if the save came with its
+    The first ``for`` after a resume yields the remaining batches of the epoch. None remain if the save came after its
     last batch: in that case, the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. Once
     the callback has stopped the run, the loader yields no more batches, and no more steps are saved.
 

@@ -262,7 +262,7 @@ class SaveDecisions:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Count the interval to the next save from ``newest``, the newest step left after a deletion."""
+        """Measure the interval to the next save from ``newest``, the newest step left after a deletion."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now

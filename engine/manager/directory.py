@@ -313,8 +313,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between creating and locking the folder. The file system sets both
-                # times; another program may be about to fill a folder that is newer than this run.
+                # An earlier run may have been killed between creating and locking the folder. A newer folder is kept:
+                # another program may be about to fill it. The times can be compared: the file system sets both.
                 with contextlib.suppress(OSError):  # usually because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -431,7 +431,7 @@ class RunDirectory(StepIndex):
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
-        records = {step: self.known_record(step) for step in self.steps()}  # read first, as the metrics may be newer
+        records = {step: self.known_record(step) for step in self.steps()}  # read first: the metrics may be newer
         kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:

@@ -63,7 +63,7 @@ class LocalTier(StepPlace):
         self.url, self._options = options.url, options
         self._run, self._steps = run, run.steps
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
-        self._previous: int | None = None  # the step from which the interval to the next local save counts
+        self._previous: int | None = None  # the step from which the interval to the next local save is measured
         self._seen: int | None = None  # the last step that the program reported
         self._before: int | None = None  # the step reported before that, unless the run has gone back since
         self._newest = -1  # the highest local step in the history

@@ -234,7 +234,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run stored with the checkpoints, or None."""
+        """Return the facts about the run that are stored with the checkpoints, or None."""
         return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
@@ -339,7 +339,7 @@ class CheckpointManager(ExplainsNames):
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Preview the step that a restore would read, for programs that depend on the step they resume from.
 
-        Only the named items are read, so this may return a step that the restore skips because other items of it are
+        Only the named items are read, so this may return a step that the restore skips because its other items are
         damaged. The call does not count as a restore.
 
         Args:

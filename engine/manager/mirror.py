@@ -136,7 +136,7 @@ class RunMirror(StepPlace):
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
         self._changes = False  # whether this run writes to the mirror or is about to; if so, only its thread rereads it
-        self._looking = Lock(reentrant=True)  # so that a stale listing by another thread cannot undo a deletion
+        self._looking = Lock(reentrant=True)  # prevents a stale listing by another thread from undoing a deletion
         self._thread: Helper | None = None
         self.process = os.getpid()
         self._ending = threading.Event()  # set once nothing more may be committed
