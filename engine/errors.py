@@ -185,7 +185,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def difference(path: str, expected: object, found: object, origin: str = "program") -> str:
-    """Describe how a saved value at a path differs from what the program, or a template, expects."""
+    """Describe how the saved value at a path differs from the value that the program or a template expects."""
     return f"{path}: expected {expected} ({origin}), found {found} (checkpoint)"
 
 

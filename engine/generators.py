@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the restored states, if any; return the drawn ones that this process lacks."""
+        """Set the generators to the restored states, if any; return the used ones that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -234,7 +234,7 @@ def is_idle(item: str, leaf: str) -> bool:
 def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    # isinstance on torch.Generator runs in Python, which is too slow for loops that ask at every step
+    # isinstance on torch.Generator runs Python code, which is too slow for loops that call this at every step
     return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 

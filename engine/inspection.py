@@ -213,7 +213,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
     others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
-        read_record(location)  # raises CheckpointNotFoundError if the checkpoint was deleted
+        read_record(location)  # raises CheckpointNotFoundError if the checkpoint has been deleted
         return _verify(as_location(location.url), step, share)  # a new location is not bound to the snapshot
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))

@@ -132,7 +132,7 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state at the start of this epoch, or, once the epoch has ended, for the start of the next."""
+        """Return the state at the start of this epoch, or of the next one if this epoch has ended."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}

@@ -265,7 +265,7 @@ class _LoaderState(dict[str, Any]):
     """A restored state, from which a torchdata loader starts its next iterator."""
 
     # By then, the program has set the epoch. The iterator draws a seed, and its sampler an order, that the run had
-    # already drawn before the stop: so generators are reset when the iterator reads the last part of the state.
+    # already drawn before the stop. Generators are therefore reset when the iterator reads the last part of the state.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
@@ -297,7 +297,7 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader; return what users must know about the next loop over it."""
+    """Restore the position of a torchdata loader; return what users must know about their next loop over it."""
     # If the next loop starts before the next step, the global generators are reset once it has started.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators

@@ -239,7 +239,7 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
 
 
 def restless(location: Location) -> DamagedCheckpointError:
-    """Return the error about a location that changed every time it was read."""
+    """Return the error for a location that changed every time it was read."""
     return DamagedCheckpointError(
         f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; look which programs write there, "
         "or copy it to another place first"
@@ -264,7 +264,7 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run; None without any, or, after a warning, if they are damaged."""
+    """Return the facts about the run; None if there are none, or, after a warning, if they are damaged."""
     file = location / METADATA / _FILE
     metadata: Mapping[str, Any] | None = None
     try:
@@ -418,7 +418,7 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read the commit record in a folder; None without one. One that a store lists but withholds is damaged."""
+    """Read a folder's commit record; None if it has none. A record that a store lists but withholds is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
@@ -435,7 +435,7 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or its damage, to a folder's entry; None without a record."""
+    """Add the commit record, or its damage, to a folder's entry; None if there is no record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:

@@ -49,7 +49,7 @@ class Seen:
     """What the witness sees of a program at a step."""
 
     step: int
-    root: Any  # the state, and what is saved with it as arrays and numbers, by name
+    root: Any  # the state, and the arrays and numbers saved with it, by name
     objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders; attributes help explain a difference
     generators: Mapping[str, Any] = field(default_factory=dict)  # state snapshots of random generators, by name
     positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as data positions

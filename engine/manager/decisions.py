@@ -58,7 +58,7 @@ class Moment:
 
     Attributes:
         step: The number of optimizer updates done.
-        previous: The step of the last save or restore, or the one before the run began; None without one.
+        previous: The step of the last save or restore, or the one before the run began; None if there is none.
         now: The current time of the monotonic clock, in seconds.
         last: The monotonic time of the last save or of the start of the run; None ignores time.
         metrics: The metrics of this step, or None.
@@ -230,7 +230,7 @@ class StepPace:
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed here, because the loop would wait for it at the start of a save
+        usual = median(self._usual)  # computed only here, because at the start of a save, the loop would wait for it
         # Steps vary: they count as slower only if three in four take longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -332,7 +332,7 @@ class AbandonedSteps:
         self._origin: int | None = None  # the step from which the run resumed, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step yet
-        self.resumed_from: int | None = None  # the step of the last restore, unless something was saved since
+        self.resumed_from: int | None = None  # the step of the last restore, unless a step has been saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
         """Record a restored step, from which the run may resume, and the steps after it."""

@@ -270,7 +270,7 @@ class RunDirectory(StepIndex):
 
     @property
     def branches(self) -> tuple[LocalBranch, ...]:
-        """The history whose local steps count; empty if none was recorded."""
+        """The history whose local steps count; empty if none has been recorded."""
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:

@@ -176,7 +176,7 @@ def described(error: BaseException) -> str:
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event that a logger can plot over steps; empty for events without any.
+    """Return the numbers of an event that a logger can plot over steps; empty if an event has none.
 
     Args:
         event: The event, as a listener of ``manager.events`` receives it.

@@ -132,13 +132,13 @@ class StepIndex:
                 now = index.get(step)
                 if now is None and before.is_absent:
                     index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # its data was found damaged
+                elif now and now.record and before.error and before.record and not forget:  # data found damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Record that a step was committed, or its record replaced; None means that it was deleted."""
+        """Record that a step has been committed, or its record replaced; None means that it has been deleted."""
         with self._lock:
             late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _committed(step, with_late(record, late)))
@@ -161,7 +161,7 @@ class StepIndex:
             self._put(step, replace(self._indexed(step), error=error, info=None))
 
     def add_late_metrics(self) -> None:
-        """Add metrics recorded by other programs since the directory was read."""
+        """Add metrics that other programs have recorded since the directory was last read."""
         for folder in self._late.refresh(lambda folder: self._step_of(folder) in self):
             step, added = self._step_of(folder), self._late.of(folder)
             with self._lock:
@@ -237,7 +237,7 @@ class StepIndex:
             return False
         entry = self._read_entry(step)
         if entry is None or (entry.record is not None and entry.record.identity != stored.record.identity):
-            self.add(step, entry and entry.record)  # if it was deleted, open_step() then raises the error
+            self.add(step, entry and entry.record)  # if it has been deleted, open_step() then raises the error
             return True
         return attempts < attempts_at(self.location)
 

@@ -270,7 +270,7 @@ class LocalTier(StepPlace):
             leave_save(self._begin(step), error)
 
     def _begin(self, step: int) -> Rendezvous | None:
-        """Count a due save before anything can fail, so that all processes count alike."""
+        """Count a due save before anything can fail, so that all processes have the same count."""
         self._previous = self._newest = step
         self._sequence += 1
         self._forget_found()  # older local steps are removed from now on

@@ -529,7 +529,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # saves store the history of local steps
+            self._background.join()  # wait, because saves store the history of local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 

@@ -199,7 +199,7 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read before the step: its tombstone exists until it is deleted
+            tombstones = run.tombstones  # read before the step, whose tombstone remains until the mirror has deleted it
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False

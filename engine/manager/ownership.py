@@ -285,7 +285,7 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return these options, and the name of the program's own function or policy that ranks or keeps steps, if any."""
+    """Return these options, and the name of the program's own function or policy, if one ranks or keeps steps."""
     try:
         document = _read(location)["options"]
         options = options_from_document(document)
