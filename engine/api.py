@@ -38,7 +38,7 @@ def save(
         The report of the save.
 
     Raises:
-        UnsupportedLeafError: Some leaves cannot be saved; names each of them. Nothing was written.
+        UnsupportedLeafError: Some leaves cannot be saved; the message names each of them. Nothing was written.
         CheckpointExistsError: Something exists at the path already.
         StorageConflictError: Another save to this path is in progress.
         OwnershipError: The path is a step in the directory of a run that another process owns.
@@ -77,7 +77,7 @@ def save_async(
         ``SaveFailedError``, chained to the cause of the failure.
 
     Raises:
-        UnsupportedLeafError: Some leaves cannot be saved; names each of them. Nothing was written.
+        UnsupportedLeafError: Some leaves cannot be saved; the message names each of them. Nothing was written.
         CheckpointExistsError: Something exists at the path already.
 
     >>> import tempfile, numpy as np
@@ -144,7 +144,7 @@ def load(
             Without a template, the saved containers are returned with numpy arrays, and namedtuples and dataclasses as
             dictionaries.
         select: Patterns of leaf paths such as ``"params/**"``; only matching leaves are read, and a template has just
-            those. Or a dictionary from patterns to what to read of the matching arrays, as an index of numpy's basic
+            those. Or a dictionary from patterns to what to read from matching arrays, as an index of numpy's basic
             indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf applies.
             Only the chunks that a selection needs are read.
         item: The item to load, if the checkpoint has several; None loads the only one, or all into a dictionary.
@@ -159,9 +159,9 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         DamagedCheckpointError: The stored data fails its checks.
-        TreeMismatchError: Template and checkpoint differ; lists every mismatched leaf.
-        UnsupportedLeafError: Another library's file holds objects that only running code can restore; names
-            them. Nothing was run, and ``select=`` loads the rest.
+        TreeMismatchError: Template and checkpoint differ; the message lists every mismatched leaf.
+        UnsupportedLeafError: Another library's file holds objects that only running code can restore; the
+            message names them. Nothing was run, and ``select=`` loads the rest.
         IndexError: ``select`` has an index that does not fit its array.
         OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes and ``like``
             is given, or an index for a value that is not an array; ``cast`` or ``subset`` are given without a template;
@@ -278,7 +278,7 @@ def load_transformed(
         CheckpointNotFoundError: There is no checkpoint, or no such item.
         DamagedCheckpointError: Required data fails its checks.
         OptionError: A transformation is invalid, or there are several items and none is named.
-        TreeMismatchError: Some keys cannot be filled from the checkpoint; names all of them.
+        TreeMismatchError: Some keys cannot be filled from the checkpoint; the message names all of them.
 
     >>> import tempfile, numpy as np
     >>> from holdfast import Transform, save

@@ -103,6 +103,6 @@ def format_duration(seconds: float) -> str:
             parts.append(f"{count:.0f}{unit}")
     rest = round(rest, 3)
     if rest or not parts:
-        # below a millisecond, the rounding above leaves nothing
+        # the rounding above turns durations below a millisecond into zero
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)

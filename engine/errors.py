@@ -185,18 +185,18 @@ def describe_error(error: BaseException) -> str:
 
 
 def difference(path: str, expected: object, found: object, origin: str = "program") -> str:
-    """Describe how a saved value at a path differs from what the program, or a template, expects."""
+    """Describe how the saved value at a path differs from the value that the program or a template expects."""
     return f"{path}: expected {expected} ({origin}), found {found} (checkpoint)"
 
 
 def shortened(values: Iterable[object], most: int = 8) -> str:
-    """Join values with commas, showing the first ones and the number of omitted ones."""
+    """Join the first values with commas, and add the number of omitted ones."""
     shown = [str(value) for value in values]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def shortened_steps(steps: Iterable[int]) -> str:
-    """Join steps with commas; if there are many, only the first and last ones."""
+    """Join steps with commas; if there are many, show only the first and last ones."""
     shown = [str(step) for step in steps]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
@@ -212,7 +212,7 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def itemized(headline: str, lines: Sequence[str]) -> str:
-    """Return a headline followed by lines, indented; if there are many, only the first ones."""
+    """Return a headline followed by indented lines; if there are many, only the first ones."""
     return "\n  ".join([headline, *first_lines(lines)])
 
 

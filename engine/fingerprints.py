@@ -32,7 +32,7 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # digest of an operating system generator, whose draws leave no trace
+STATELESS = "no state"  # digest of the operating system's generator, whose draws leave no trace
 
 
 class Fact(NamedTuple):
@@ -50,8 +50,8 @@ _OBJECTS = 5000  # maximum number of objects to visit at a step: in functions, a
 _SECONDS = 0.5  # time limit in seconds for each of the two
 _DEPTH = 7
 _ITEMS = 64  # maximum number of items to visit in a container
-_BYTES = 4 << 20  # maximum number of bytes to hash of an array
-_TEXT = 200  # maximum number of characters of a text value
+_BYTES = 4 << 20  # maximum number of bytes of an array to hash
+_TEXT = 200  # maximum number of characters in a text value
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
@@ -94,7 +94,7 @@ def facts() -> dict[str, Fact]:
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # perhaps only a for statement holds a loader
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # only a for statement may hold a loader
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # the count, as the key never changes
+        count = getattr(obj.count, "_raw_value", obj.count)  # the count, because the key never changes
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)

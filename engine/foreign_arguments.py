@@ -63,7 +63,7 @@ _FOREIGN: Mapping[str, str] = {
     "checkpointables": 'here managers take a dictionary of items: manager.save(step, {"state": tree})',
     "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
-    # our own option that not everything takes
+    # our own option, which not every function takes
     "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
     # arguments of Ray
     "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
@@ -143,7 +143,7 @@ def instead_of(name: str, accepted: Collection[str]) -> str:
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """Raise UnknownArgumentError if there are unknown arguments; list the keyword-only ones of the function."""
+    """Raise UnknownArgumentError if there are unknown arguments; list the function's keyword-only arguments."""
     if unknown:
         parameters = inspect.signature(function).parameters.items()
         accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]

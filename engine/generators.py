@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # as saved by the first version in Lightning runs
+    if isinstance(saved, dict):  # as the first version saved it in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None
@@ -129,7 +129,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         arrays, text = leaves_of(state)
         sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            # Skip JAX arrays that are not ready, as reading would wait, and arrays on a device that cannot be read.
+            # Skip JAX arrays that are not ready, because reading would wait, and those on a device that cannot be read.
             with contextlib.suppress(Exception):
                 plain = jax.random.key_data(array) if is_jax_array(array) and is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():
@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the restored states, if any; return the drawn ones that this process lacks."""
+        """Set the generators to the restored states, if any; return the used ones that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -234,7 +234,7 @@ def is_idle(item: str, leaf: str) -> bool:
 def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    # isinstance on torch.Generator runs in Python, which is too slow for loops that ask at every step
+    # isinstance on torch.Generator runs Python code, which is too slow for loops that call this at every step
     return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 

@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory; None if a run deletes it meanwhile, which removes the record first."""
+    """Verify a step in a directory; None if a run has deleted it meanwhile (deletions remove the record first)."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None
@@ -213,7 +213,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
     others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
-        read_record(location)  # raises CheckpointNotFoundError if the checkpoint was deleted
+        read_record(location)  # raises CheckpointNotFoundError if the checkpoint has been deleted
         return _verify(as_location(location.url), step, share)  # a new location is not bound to the snapshot
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged: name the files that differ, or else this error
+    except HoldfastError as error:  # the structure is damaged: report the files that differ, or else this error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-_NAME = "holdfast-checkpoint"  # distribution name, as ``holdfast`` on PyPI is another project
+_NAME = "holdfast-checkpoint"  # distribution name, because ``holdfast`` on PyPI is another project
 
 
 def install_command(*extras: str) -> str:
@@ -26,7 +26,7 @@ def install_command(*extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Return pip's record of a distribution not installed from an index (PEP 610), or an empty dictionary."""
+    """Return pip's record of where a distribution comes from if not from an index (PEP 610); otherwise {}."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a source checkout on the path, perhaps not installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}

@@ -31,7 +31,7 @@ class CheckpointSummary:
             space that the steps take.
         metrics: The metrics stored with it, or None.
         reason: Why it was saved.
-        kept: Why it is kept, as far as is known.
+        kept: Why it is kept, as far as this is known.
         damage: The problem with its record or the sizes of its files, or None.
     """
 
@@ -70,13 +70,13 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # Only the run has the function that ranks its steps, so the reasons are unknown here.
+    # Only the run's program has the function that ranks its steps, so the reasons are unknown here.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, summary in zip(steps.entries, summaries, strict=True):
         if summary.damage and entry.record is not None and has_changed(entry.location, entry.record):
-            return list_checkpoints(directory)  # a run replaced or deleted the step meanwhile
+            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
     strays = stray_folders(location, None, steps.entries)
     series = {str(entry.location): entry.series for entry in (*steps.entries, *strays)}
     summaries += [CheckpointSummary(step=entry.step, path=str(entry.location), damage=_STRAY) for entry in strays]

@@ -54,17 +54,17 @@ def derives(obj: object, name: str, package: str) -> bool:
 # ---- loaders without a state
 
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
-TAKEN = "taken"  # the epoch, and the number of its batches taken
+TAKEN = "taken"  # the epoch, and the number of batches taken from it
 _BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end
 _ORDER = "state"  # return value of the user's state function at that time
 _VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
-LAST = "last"  # checksum of the last batch, compared by a resume with the redrawn batch
+LAST = "last"  # checksum of the last batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether it was the last batch of the epoch
 _NOW = "now"  # current states of the loader's own generators and _ORDER, which other code may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # requests after a stop, as ``while step < total`` around a loop over the data would never end
+_MOST_REFUSED = 10_000  # requests after a stop; ``while step < total`` around the data loop would never end
 _LONG = 5.0  # seconds of redrawing before a log message
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -89,17 +89,17 @@ class LoaderPosition:
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
-        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of its batches taken
+        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
-        self._has_ended = False  # whether the epoch's last batch was taken
+        self._has_ended = False  # whether the epoch's last batch has been taken
         self._begun: dict[str, Any] = {}  # generator states at the start of the epoch
         self._order: dict[str, Any] = {}  # return value of the user's state function at that time
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
-        self.checksum: int | None = None  # of sampled values in the last batch
+        self.checksum: int | None = None  # checksum of sampled values in the last batch
         self._next: list[Any] = []  # lookahead: a batch beyond the loader's length
         self._announce: Announce | None = None
-        self._exit_status: int | None = None  # set once the run was stopped
+        self._exit_status: int | None = None  # set once the run has been stopped
         self._refused = 0  # requests for batches since the stop
 
     @property
@@ -112,11 +112,11 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Yield no more batches, as the run was stopped; ``exit_status`` is for a program that continues anyway."""
+        """Yield no more batches: the run has been stopped. A program that continues exits with ``exit_status``."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
-        """Return whether the run was stopped; exit if the program keeps requesting batches."""
+        """Return whether the run has been stopped; exit if the program keeps requesting batches."""
         if self._exit_status is None:
             return False
         self._refused += 1
@@ -132,7 +132,7 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state at the start of this epoch, or, once the epoch has ended, for the start of the next."""
+        """Return the state at the start of this epoch, or of the next one if this epoch has ended."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
@@ -156,7 +156,7 @@ class LoaderPosition:
             set_generator_state(self._generators[name], states[name])
 
     def _order_now(self) -> dict[str, Any]:
-        # a copy, as the program may modify the value later
+        # a copy, because the program may modify the value later
         return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
 
     def _set_order(self, saved: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Restore what the order depends on, except global generators; return the state, and if parts are missing."""
+        """Restore what the order depends on, except global generators; return the state, and whether parts differ."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
@@ -202,7 +202,7 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that uses global generators draws other numbers here, as the model does not draw in between.
+        # A dataset that uses global generators draws other numbers here, because the model does not draw in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
@@ -412,7 +412,7 @@ def skip_to(
             same ones in the same order when the run is resumed.
         state: Two functions, ``get`` and ``set``. ``get()`` returns what the order of an epoch depends on: plain data,
             arrays and tensors. It is called at the start of an epoch and at each step, and both values are saved.
-            In a resume, ``set(value)`` gets the first value before earlier batches are drawn again, then the second.
+            In a resume, ``set`` gets the first value before earlier batches are drawn again, and the second after that.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.

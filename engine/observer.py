@@ -123,7 +123,7 @@ def _check_no_stray() -> None:
     try:
         with open(os.path.join(os.fsdecode(folder), STRAYS), "a", encoding="utf-8") as file:
             file.write(json.dumps({"pid": os.getpid(), "command": sys.argv}) + "\n")
-    except OSError:  # the rehearsal is over
+    except OSError:  # the rehearsal has ended
         pass
     raise StateError(
         f"holdfast drill rehearses process {rehearsed}, which has started this one without the environment variable "

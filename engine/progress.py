@@ -1,4 +1,4 @@
-"""The progress of a long call: the protocol that programs implement, and the shares of a call in it."""
+"""The progress of a long call: the protocol that programs implement, and its division into shares."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """The ``nbytes`` share of a call whose work is counted in other units; reports all its bytes by the end."""
+    """A share of ``nbytes`` in a call's progress, for work counted in other units; reports all its bytes by the end."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

@@ -121,7 +121,7 @@ class ResumableLoader(LoaderPosition):
             self._go_to(self.epoch, self._taken)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches taken, and the states that determine its order."""
+        """Return the epoch, the number of batches taken from it, and the states that determine its order."""
         self._reported = self._turn
         if self._batches is not None and self._loops is not None and len(self._loops) == 2:
             self._loops = None
@@ -140,7 +140,7 @@ class ResumableLoader(LoaderPosition):
         self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run; batches taken before a fresh start, such as for a look at the data, do not count."""
+        """Begin a run; batches taken before a fresh start, such as to inspect the data, do not count."""
         super().begin_run(announce)
         self._loops = set()
         self._announce = announce if self._loads_again and self._has_indices else None
@@ -190,7 +190,7 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume yields the remaining batches of the epoch. There are none if the save came with its
+    The first ``for`` after a resume yields the remaining batches of the epoch. None remain if the save came after its
     last batch: in that case, the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. Once
     the callback has stopped the run, the loader yields no more batches, and no more steps are saved.
 
@@ -238,7 +238,7 @@ class _Indices:
         return self
 
     def __next__(self) -> Any:
-        self.skip()  # not in __iter__, as the loader draws its workers' seed first
+        self.skip()  # not in __iter__, because the loader draws its workers' seed first
         return next(self._rest)
 
     def skip(self) -> None:

@@ -189,7 +189,7 @@ def is_actor(obj: object) -> bool:
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
     """Return the result of an actor call; log which actor is slow to respond."""
-    ray: Any = sys.modules["ray"]  # imported already, as the handle comes from it
+    ray: Any = sys.modules["ray"]  # already imported, because the handle comes from it
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
         waited, pause = waited + pause, 2 * pause
@@ -205,7 +205,7 @@ def answer_of_actor(handle: Any, reference: Any) -> Any:
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data
 
 _FILES = "files"
-_NAME = "iterator"  # name, or name prefix, of the files written by the iterator
+_NAME = "iterator"  # name, or name prefix, of the files that the iterator writes
 
 
 def _writes_files(obj: object) -> bool:
@@ -265,12 +265,12 @@ class _LoaderState(dict[str, Any]):
     """A restored state, from which a torchdata loader starts its next iterator."""
 
     # By then, the program has set the epoch. The iterator draws a seed, and its sampler an order, that the run had
-    # already drawn before the stop: so generators are reset when the iterator reads the last part of the state.
+    # already drawn before the stop. Generators are therefore reset when the iterator reads the last part of the state.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
         self.saved = saved  # the state as stored in a checkpoint, until an iterator has started
-        self.has_reported = False  # whether steps followed the restore
+        self.has_reported = False  # whether steps have followed the restore
         self._begun: Callable[[], object] | None = begun
 
     def __getitem__(self, key: str) -> Any:
@@ -282,7 +282,7 @@ class _LoaderState(dict[str, Any]):
 
 
 def _state_of_loader(loader: Any) -> Any:
-    """Return the states of a loader and its generators, as torchdata ignores the seeds drawn by epochs."""
+    """Return the states of a loader and its generators, because torchdata ignores the seeds drawn by epochs."""
     if isinstance(restored := loader.next_iter_state, _LoaderState):
         restored.has_reported = True
         return restored.saved
@@ -297,7 +297,7 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader; return what users must know about the next loop over it."""
+    """Restore the position of a torchdata loader; return what users must know about their next loop over it."""
     # If the next loop starts before the next step, the global generators are reset once it has started.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators

@@ -5,8 +5,8 @@ A step's folder is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``,
 does. The steps that share a prefix are a *series*: a manager works on the series of its ``step_prefix``, and functions
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
-- within a series, the highest step, as clocks differ and jump;
-- across series, the one whose newest step was committed last, as their steps do not count the same updates.
+- within a series, the highest step, because clocks differ and jump;
+- across series, the one whose newest step was committed last, because their steps do not count the same updates.
 
 Another program, such as an evaluator, may add metrics to a step while the run is alive. Each call adds a file
 ``metrics/<step>.<token>.json`` to the directory, and changes no file of the run. The file identifies the checkpoint,
@@ -90,7 +90,7 @@ class LateMetrics:
         self._files: dict[str, dict[str, Added]] = {}  # by step folder, then by file name
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read metrics added since the last call to steps whose folders exist; return these folders."""
+        """Read the metrics that were added, since the last call, to steps whose folders exist; return these folders."""
         names = set(_names(self._directory))
         read = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(read - names)
@@ -98,13 +98,13 @@ class LateMetrics:
         folder = self._directory / LATE
         contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
-            if content is not None:  # otherwise it may be readable next time
+            if content is not None:  # otherwise, it may be readable next time
                 self._files.setdefault(_folder(name), {})[name] = content
         return {_folder(name) for name in unread}
 
     def of(self, folder: str) -> list[Added]:
         """Return the metrics added to the checkpoint in a folder, in any order."""
-        return list(self._files.get(folder, {}).values())  # a copy, as another thread may be refreshing
+        return list(self._files.get(folder, {}).values())  # a copy, because another thread may be refreshing
 
     def files_of(self, folder: str) -> list[str]:
         """Return the names of the metrics files read for the checkpoint in a folder."""
@@ -164,7 +164,7 @@ def _names(directory: Location) -> list[str]:
             return []
 
 
-@cache  # cached, as the folder is listed at every save
+@cache  # cached, because the folder is listed at every save
 def _warn_of_file(url: str) -> None:
     _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", url)
 
@@ -239,7 +239,7 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
 
 
 def restless(location: Location) -> DamagedCheckpointError:
-    """Return the error about a location that changed every time it was read."""
+    """Return the error for a location that changed every time it was read."""
     return DamagedCheckpointError(
         f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; look which programs write there, "
         "or copy it to another place first"
@@ -264,7 +264,7 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run; None without any, or, after a warning, if they are damaged."""
+    """Return the facts about the run; None if there are none, or, after a warning, if they are damaged."""
     file = location / METADATA / _FILE
     metadata: Mapping[str, Any] | None = None
     try:
@@ -352,7 +352,7 @@ def list_steps(
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Use several threads to read thousands of small files, even from a disk, as they may not be in the page cache.
+    # Use several threads to read thousands of small files, even from a disk: they may not be in the page cache.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
@@ -418,7 +418,7 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read the commit record in a folder; None without one. One that a store lists but withholds is damaged."""
+    """Read a folder's commit record; None if it has none. A record that a store lists but withholds is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
@@ -435,7 +435,7 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or its damage, to a folder's entry; None without a record."""
+    """Add the commit record, or its damage, to a folder's entry; None if there is no record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:

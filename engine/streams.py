@@ -11,7 +11,7 @@ STREAMS = {0: "stdin", 1: "stdout", 2: "stderr"}
 
 
 def silence_lost_streams() -> list[str]:
-    """Redirect streams without a reader to ``/dev/null``, as writing to them would end the program."""
+    """Redirect streams without a reader to ``/dev/null``, because writing to them would end the program."""
     poll = select.poll()
     for number in (1, 2):
         poll.register(number, 0)

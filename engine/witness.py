@@ -34,7 +34,7 @@ from .storage import Location, append_line
 VERSION = 1
 LIMIT = 64 << 10  # size limit of a file in bytes
 _LEAVES = 128
-_GRADIENTS = 16  # number of gradients; an accumulation shows in each of them
+_GRADIENTS = 16  # number of gradients to record; an accumulation shows in each of them
 _NUMBERS = 768  # number of elements whose values are recorded to measure a difference
 _FULL = 32 << 20  # maximum bytes of leaves summed in full
 # Metrics with these words in their names measure the machine, not the run.
@@ -49,12 +49,12 @@ class Seen:
     """What the witness sees of a program at a step."""
 
     step: int
-    root: Any  # the state, and what is saved with it as arrays and numbers, by name
-    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders, whose plain attributes help to explain
+    root: Any  # the state, and the arrays and numbers saved with it, by name
+    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders; attributes help explain a difference
     generators: Mapping[str, Any] = field(default_factory=dict)  # state snapshots of random generators, by name
     positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as data positions
     batch: Any = None
-    checksums: Mapping[str, int] = field(default_factory=dict)  # by loader, of batches that were already taken
+    checksums: Mapping[str, int] = field(default_factory=dict)  # checksums, by loader, of batches already taken
     metrics: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)  # numbers that must agree, such as the epoch
 
@@ -118,7 +118,7 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of generator states; Python's is compared first, as few programs use it."""
+        """Return checksums of generator states; Python's is compared first, because few programs use it."""
         # Only random.Random states are such tuples: the tuple of a RandomState contains an array.
         tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
@@ -171,7 +171,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records as the next step is saved or the run ends; in a store, replace the object."""
+        """Write the remaining records when the next step is saved or the run ends; in a store, replace the object."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -181,7 +181,7 @@ class RecordFile:
         self._size += len(line) + 1
 
     def _flush(self, file: Location, *, wait: bool) -> None:
-        """Write records in order without raising errors, as no other file depends on this one."""
+        """Write records in order without raising errors, because no other file depends on this one."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # the computation on the device failed
                 line = _line(self._waiting.pop(0).finish())
@@ -233,7 +233,7 @@ class Records:
     names: tuple[str, ...] = ()  # names of the sampled leaves
     total: int = 0  # number of leaves in the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # by number of reports since the save
-    why: str = ""  # reason if there are none
+    why: str = ""  # why there are no records
     key: Mapping[str, Any] = field(default_factory=dict)  # facts that must be the same in the resumed run
     lines: tuple[str, ...] = ()
     place: Location | None = None
@@ -280,7 +280,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # explained by positions: moved, or incomplete
+    if "batch" in differs:  # positions explain why: they have moved, or are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""

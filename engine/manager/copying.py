@@ -150,7 +150,7 @@ class _Copy:
                     progress=progress,
                     copied=self.copied,
                 ):
-                    pass  # nothing to check before the commit
+                    pass  # there is nothing to check before the commit
             return CopyReport(
                 source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
             )

@@ -58,7 +58,7 @@ class Moment:
 
     Attributes:
         step: The number of optimizer updates done.
-        previous: The step of the last save or restore, or the one before the run began; None without one.
+        previous: The step of the last save or restore, or the one before the run began; None if there is none.
         now: The current time of the monotonic clock, in seconds.
         last: The monotonic time of the last save or of the start of the run; None ignores time.
         metrics: The metrics of this step, or None.
@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # newest first, as they are usually the hardest to beat
+        for info in reversed(moment.earlier):  # newest first, because they are usually the hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -148,10 +148,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save; the same on all processes."""
+    """The steps at which processes agree on whether to save; all processes have the same ones."""
 
     # Process 0 predicts from the pace of the loop when the next timed save is due, and schedules the next agreement
-    # half-way to it. After a save due to its step, the processes ask with growing gaps how it ended.
+    # half-way to it. After a save due to its step alone, the processes ask how it ended, with growing gaps.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -161,7 +161,7 @@ class SyncSchedule:
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the next gap
+        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the gap after it
         self.answers: Mapping[int, Decision] = {}  # the last agreed decision, by its step
         self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
 
@@ -208,9 +208,9 @@ class StepPace:
 
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
-        self._without: deque[float] = deque(maxlen=200)  # seconds of recent steps without a save
-        self._usual: Sequence[float] = ()  # a snapshot of these when the save began
-        self._during: list[float] = []  # seconds of the steps during the latest save
+        self._without: deque[float] = deque(maxlen=200)  # durations of recent steps without a save
+        self._usual: Sequence[float] = ()  # a snapshot of these, taken when the save began
+        self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
         """Record the end of a step, and the number of the save in progress, if any."""
@@ -226,11 +226,11 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return by how many seconds a save of this duration slowed the steps; None with too few steps."""
+        """Return by how many seconds a save of this duration slowed down the steps; None if there are too few steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed here, because the loop would wait for it at the start of a save
+        usual = median(self._usual)  # computed only here, because at the start of a save, the loop would wait for it
         # Steps vary: they count as slower only if three in four take longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -262,7 +262,7 @@ class SaveDecisions:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Count the interval to the next save from ``newest``, the newest step left after a deletion."""
+        """Measure the interval to the next save from ``newest``, the newest step left after a deletion."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now
@@ -297,7 +297,7 @@ class SaveDecisions:
         return answer if answer and not saved else decide(self._schedule.certain, moment)
 
     def _starts_at(self, step: int) -> None:
-        """Start the run at the first step that is asked about or saved."""
+        """Start the run at the first step that is saved or checked for a save."""
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
@@ -322,9 +322,9 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that resumed from an earlier one, until it replaces or passes them."""
+    """The steps after the one that a run resumed from, until the run replaces or passes them."""
 
-    # Only this run remembers them: another cannot know which steps belong together, hence the warning.
+    # The warning is needed because only this run remembers them: another cannot know which steps belong together.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
@@ -332,7 +332,7 @@ class AbandonedSteps:
         self._origin: int | None = None  # the step from which the run resumed, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step yet
-        self.resumed_from: int | None = None  # the step of the last restore, unless something was saved since
+        self.resumed_from: int | None = None  # the step of the last restore, unless a step has been saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
         """Record a restored step, from which the run may resume, and the steps after it."""
@@ -344,7 +344,7 @@ class AbandonedSteps:
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Note that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
+        """Record that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

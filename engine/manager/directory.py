@@ -170,13 +170,13 @@ class RunDirectory(StepIndex):
         self._clock = clock
         self._rules = retention_rules(options)
         self._writes = writes  # True on process 0; the other processes only update their index
-        self._warned = False  # whether it warned that no checkpoint has best_fn's metric
+        self._warned = False  # whether it has warned that no checkpoint has the metric of best_fn
         self._copied: set[int] = set()  # steps that are being copied elsewhere
-        self._unswept: set[Location] = set()  # folders with files that belong to another user
+        self._unswept: set[Location] = set()  # folders not swept because their files belong to another user
         self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._keeps_tombstones = False  # whether another place may have the steps that are deleted here
+        self._keeps_tombstones = False  # whether another place may have steps that are deleted here
 
     @property
     def identity(self) -> RunIdentity:
@@ -270,11 +270,11 @@ class RunDirectory(StepIndex):
 
     @property
     def branches(self) -> tuple[LocalBranch, ...]:
-        """The history whose local steps count; empty if none was recorded."""
+        """The history whose local steps count; empty if none has been recorded."""
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Store the history whose local steps count, if the run has local steps and the history changed."""
+        """Store the history whose local steps count, if the run has local steps and the history has changed."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
@@ -282,7 +282,7 @@ class RunDirectory(StepIndex):
                 self._store(identity.with_branches(self._series, branches))
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
-        """Remove interrupted copies except that of one step; copies that were continued are complete."""
+        """Remove interrupted copies, except that of one step; copies that were resumed are complete by now."""
         swept = self.partial - {besides}
         folders = [self.step_location(step) for step in swept]
         parallel_map(functools.partial(self._sweep, raises=True), folders, max_concurrency(self.location))
@@ -313,8 +313,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between creating and locking the folder. The file system sets both
-                # times; another program may be about to fill a folder that is newer than this run.
+                # An earlier run may have been killed between creating and locking the folder. A newer folder is kept:
+                # another program may be about to fill it. The times can be compared: the file system sets both.
                 with contextlib.suppress(OSError):  # usually because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -377,7 +377,7 @@ class RunDirectory(StepIndex):
                     delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
-                if not is_there:  # the step counts as deleted, and the next sweep removes its files
+                if not is_there:  # the step already counts as deleted; the next sweep removes its files
                     self.add(step, None)
                 if is_there or not is_strange(error):
                     raise
@@ -426,12 +426,12 @@ class RunDirectory(StepIndex):
         yield from ((step, "being copied to the mirror") for step in tuple(self._copied))
 
     def collect(self) -> None:
-        """Delete the steps that no rule keeps. Failures are logged, and the next call tries again."""
+        """Delete the steps that no rule keeps. Failures are logged, and the next call retries them."""
         if self._options.best_fn is not None or self._options.keep_checkpoints_without_metrics:
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
-        records = {step: self.known_record(step) for step in self.steps()}  # read first, as the metrics may be newer
+        records = {step: self.known_record(step) for step in self.steps()}  # read first: the metrics may be newer
         kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:
@@ -446,7 +446,7 @@ class RunDirectory(StepIndex):
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
 
     def _warn_without_best(self) -> None:
-        """Warn once that no step has the metric of ``best_fn``, most likely because it is misspelt."""
+        """Warn once that no step has the metric of ``best_fn``; its name is probably misspelt."""
         rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
         infos = self.infos()
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):

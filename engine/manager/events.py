@@ -28,7 +28,7 @@ _logger = logging.getLogger("holdfast")
 EVENTS = "events.jsonl"  # name of the events file
 ROTATED = "events.1.jsonl"  # its name after rotation
 _LIMIT = 8 << 20  # bytes before the file is rotated
-_MOST = 8 * _LIMIT  # maximum bytes read of a file
+_MOST = 8 * _LIMIT  # maximum bytes read from a file
 _METRICS = 64  # maximum number of metrics in an event
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
 _EARLY = 8  # maximum number of events buffered until the run owns its directory
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports saves longer than ``limit`` seconds, only the first of consecutive ones."""
+    """Return a listener that reports saves longer than ``limit`` seconds; of consecutive ones, only the first."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -176,7 +176,7 @@ def described(error: BaseException) -> str:
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event that a logger can plot over steps; empty for events without any.
+    """Return the numbers of an event that a logger can plot over steps; empty if an event has none.
 
     Args:
         event: The event, as a listener of ``manager.events`` receives it.
@@ -200,7 +200,7 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the first metrics, without long lists, for an event; None without metrics."""
+    """Return the first metrics, without long lists, for an event; None if there are no metrics."""
     pairs = (metrics or {}).items()
     short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
     return dict(islice(short, _METRICS)) or None
@@ -218,7 +218,7 @@ def _append(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read events from an offset on, except an incomplete last line; also return the next offset."""
+    """Return the events from an offset on, without an incomplete last line, and the next offset."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)

@@ -52,7 +52,7 @@ class IndexedStep:
 
     @property
     def is_absent(self) -> bool:
-        """True if there is no checkpoint, not even a damaged one."""
+        """Whether there is no checkpoint, not even a damaged one."""
         return self.error is None and self.info is None
 
 
@@ -70,7 +70,7 @@ class StepIndex:
         self.location = location
         # Steps read from other places, with their folders and commit records; replaced as a whole.
         self.borrowed: Mapping[int, tuple[Location, CheckpointRecord]] = {}
-        self._places = places  # places that may have further steps
+        self._places = places  # places that may have steps that the directory lacks
         self._options = options
         self._series = series_of(options.step_prefix)
         self._late = LateMetrics(location)
@@ -81,7 +81,7 @@ class StepIndex:
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         names = self.reload()
         is_new, begun = names <= {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}, OWNER in names
-        # Do not start a run beside steps of another library; reread the directory if own steps have appeared meanwhile.
+        # Do not start a run beside another library's steps; reread the directory if own steps have appeared meanwhile.
         if not (options.read_only or self._index or is_new or check_unclaimed(location, self._series, begun=begun)):
             self.reload()
 
@@ -132,13 +132,13 @@ class StepIndex:
                 now = index.get(step)
                 if now is None and before.is_absent:
                     index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # its data was found damaged
+                elif now and now.record and before.error and before.record and not forget:  # data found damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Record that a step was committed, or its record replaced; None means that it was deleted."""
+        """Record that a step has been committed, or its record replaced; None means that it has been deleted."""
         with self._lock:
             late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _committed(step, with_late(record, late)))
@@ -161,7 +161,7 @@ class StepIndex:
             self._put(step, replace(self._indexed(step), error=error, info=None))
 
     def add_late_metrics(self) -> None:
-        """Add metrics recorded by other programs since the directory was read."""
+        """Add metrics that other programs have recorded since the directory was last read."""
         for folder in self._late.refresh(lambda folder: self._step_of(folder) in self):
             step, added = self._step_of(folder), self._late.of(folder)
             with self._lock:
@@ -176,7 +176,7 @@ class StepIndex:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as seen by retention rules, in ascending order."""
-        if (infos := self._infos) is not None:  # fast path: requested at each step, and rarely changed
+        if (infos := self._infos) is not None:  # fast path, because this is called at each step, and rarely changes
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)
@@ -237,7 +237,7 @@ class StepIndex:
             return False
         entry = self._read_entry(step)
         if entry is None or (entry.record is not None and entry.record.identity != stored.record.identity):
-            self.add(step, entry and entry.record)  # if it was deleted, open_step() then raises the error
+            self.add(step, entry and entry.record)  # if it has been deleted, open_step() then raises the error
             return True
         return attempts < attempts_at(self.location)
 

@@ -2,7 +2,7 @@
 
 A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
 loses half an interval on average, plus the time until a save is durable and the time to resume, which do not depend
-on it. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
+on T. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
 interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for restart dumps,
 FGCS 22(3), 2006) shows that the time to resume does not change the optimum, and that it is within a tenth of this as
 long as a save costs less than a seventh of the time between two failures.
@@ -30,7 +30,7 @@ _logger = logging.getLogger("holdfast")
 DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
-_RECENT = 20  # number of recent saves and resumes that medians are taken over
+_RECENT = 20  # number of recent saves and resumes used for medians
 _NOTABLE = 0.1  # smallest relative change of the interval worth reporting
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
@@ -101,7 +101,7 @@ class Every(SavePolicy, KeepPolicy):
         return "every step" if self.steps == 1 else f"every {self.steps} steps"
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the lowest step, and each one committed at least the interval after the previously kept one."""
+        """Return the lowest step, and each step committed at least one interval after the previously kept one."""
         kept: dict[int, str] = {}
         last = math.nan  # the time of the last kept step
         for info in ordered:
@@ -175,9 +175,9 @@ class _Start:
 class Experience:
     """Statistics about the cost of a run's saves and its failures, learned from its events.
 
-    A failure is a start of the program that loses work: it ended with an exception after a step, crashed, hung or was
-    killed, or ended without an event, as when its machine was lost. A preemption before which the run has saved loses
-    nothing, and does not count as a failure.
+    A failure is an attempt that loses work: the program ended with an exception after a step, crashed, hung or was
+    killed, or ended without an event, such as when its machine was lost. A preemption loses nothing if the run saved
+    before it, and does not count as a failure.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -185,7 +185,7 @@ class Experience:
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last start that failed, until a later one resumes
+        self._lost: _Start | None = None  # the last attempt that failed, until a later one resumes
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -211,12 +211,12 @@ class Experience:
 
     @property
     def interval(self) -> float | None:
-        """The seconds from one save to the next: the median of recent saves; None before the second save of a start."""
+        """The seconds from one save to the next: the median of recent saves; None before an attempt's second save."""
         return median(self._gaps) if self._gaps else None
 
     @property
     def ran(self) -> float:
-        """The total running time in seconds: of each start, until its last event."""
+        """The total running time in seconds: that of each attempt until its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
@@ -241,7 +241,7 @@ class Experience:
     def comeback(self) -> float:
         """The median seconds from a failure until the state is restored; 0 before the first.
 
-        If no event reports the end of the program, they count from the next start.
+        If no event reports the end of the program, the time is measured from the next start.
         """
         return median(self._returns) if self._returns else 0.0
 
@@ -251,7 +251,7 @@ class Experience:
         """Return the interval within bounds that loses the least time, in seconds; the lower bound before any save."""
         if (cost := self.cost) is None:
             return least
-        # A shorter interval is useless: a save waits until the previous one is durable.
+        # A shorter interval is useless, because a save waits until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
@@ -295,7 +295,7 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float, program: Any) -> _Start:
-        """Return the start of the program that an event belongs to; a new start ends the previous one."""
+        """Return the attempt that an event belongs to; a new attempt ends the previous one."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
@@ -338,13 +338,13 @@ class Experience:
 class LearnedInterval(SavePolicy):
     """Saves at the interval expected to lose the least time, learned from the run's events, within bounds.
 
-    The first save comes after the least interval, as the cost of a save is not known before.
+    The first save comes after the shortest interval, because the cost of a save is not known earlier.
     """
 
     least: float
     greatest: float
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The current trigger; replaced as a whole, as events arrive on the saving thread.
+    # The current trigger; replaced as a whole, because events arrive on the saving thread.
     _now: Every = field(init=False, compare=False, repr=False)
     _reported: float | None = field(default=None, init=False, compare=False, repr=False)
 

@@ -93,7 +93,7 @@ class ItemSet:
         }
 
     def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the handler arguments of a save; files for upload are kept small, as each may be held in memory."""
+        """Return the handler arguments of a save; files for upload are small: each may be held in memory."""
         if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
             return given
         layout: Layout = given.get("layout") or handler.layout
@@ -115,7 +115,7 @@ class ItemSet:
             yield
 
     def damage_found(self) -> None:
-        """Stop sharing files with earlier steps, as other steps may share the damaged file."""
+        """Stop sharing files with earlier steps, because other steps may share the damaged file."""
         for written in self._written.values():
             written.forget()
 
@@ -133,7 +133,7 @@ class ItemSet:
             handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
             given = arguments.get(name, {})
             if template is None and type(handler) is PyTreeCheckpointHandler:
-                given = {"torch_tensors": True, **given}  # as `load_state_dict` does not accept numpy arrays
+                given = {"torch_tensors": True, **given}  # because `load_state_dict` does not accept numpy arrays
             if shared is not None and handler.shares_reads:
                 given = {**given, "shared": shared}
             values[name] = stored.restore(saved, handler, template, given)
@@ -159,7 +159,7 @@ class ItemSet:
         return items, kwargs
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Map the requested items to their names in a checkpoint, which may lack optional ones."""
+        """Map the requested items to their names in a checkpoint; it may lack optional items."""
         names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}

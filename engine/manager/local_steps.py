@@ -141,12 +141,12 @@ class _Program:
     run: str | None  # the run's folder with the local steps that count; None while the run's directory is new
     path_digest: str  # the suffix of that folder's name, a digest of the directory's path
     token: str
-    attempt: str  # random text, unique to this start of the program
+    attempt: str  # random text, unique to this attempt of the program
     branches: tuple[LocalBranch, ...]  # the history at the start, which determines the local steps that count
 
 
 class LocalHosts:
-    """The hosts of a program, and the run's local steps on them."""
+    """The hosts that a program runs on, and the run's local steps stored on them."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
@@ -156,7 +156,7 @@ class LocalHosts:
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.further: set[int] = set()  # whole local steps in the run's history, read only if needed
+        self.further: set[int] = set()  # other whole local steps in the run's history, read only if needed
         self.left: set[int] = set()  # whole local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # files that each host holds; only on process 0
         self._elsewhere: dict[int, str] = {}  # on process 0: why steps that may belong to another run are not used
@@ -235,7 +235,7 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copied directory has the same run identity, but is another run; so are steps with another step_prefix.
+        # A copied directory has the same run identity, but is another run; the same holds for another step_prefix.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -262,7 +262,7 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # default for an entry that is not a step folder
+                files = {entry.name: (where, 0)}  # default, for an entry that is not a step folder
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
@@ -325,7 +325,7 @@ class LocalHosts:
         """Return whether the history of the newest step contains a local step; on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
-        return step > max(self._run.steps(), default=-1)  # no history was recorded: the directory is new
+        return step > max(self._run.steps(), default=-1)  # no history has been recorded: the directory is new
 
     def _counting(self) -> list[WholeStep]:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
@@ -354,7 +354,7 @@ class LocalHosts:
         return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
-        """Return one of the ``further`` steps if it is whole; all processes call this."""
+        """Return one of the ``further`` steps if it is whole; all processes must call this."""
         self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
@@ -364,7 +364,7 @@ class LocalHosts:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            for digested in (True, False):  # the index first: it has the other checksums
+            for digested in (True, False):  # the index first, because it has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
                 answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
                 if answer["damaged"]:
@@ -486,7 +486,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step; None if it is unreadable, as another host may have it."""
+    """Return the commit record of a local step; None if it is unreadable: another host may have it."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:

@@ -63,18 +63,18 @@ class LocalTier(StepPlace):
         self.url, self._options = options.url, options
         self._run, self._steps = run, run.steps
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
-        self._previous: int | None = None  # the step from which the interval to the next local save counts
+        self._previous: int | None = None  # the step from which the interval to the next local save is measured
         self._seen: int | None = None  # the last step that the program reported
-        self._before: int | None = None  # the step reported before it, unless the run has gone back since
+        self._before: int | None = None  # the step reported before that, unless the run has gone back since
         self._newest = -1  # the highest local step in the history
         # A restore after the first step: its step, and whether it was local. The program may only be inspecting it.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # of a save that lost contact with the others, as would the next
+        self._lost: Exception | None = None  # from a save that lost contact with the others; the next would, too
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # saves since the last event about them
-        self._last_event: float | None = None  # monotonic time of the last event
+        self._last_event: float | None = None  # monotonic time of that event
         self._kept: dict[str, int] = {}  # local steps that count, by folder name, in ascending order
         self._space: Location | None = None  # the run's folder on this host; None until it is created
         self._hosts = LocalHosts(options, run.steps, run.processes)
@@ -240,7 +240,7 @@ class LocalTier(StepPlace):
             folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
             if self._hosts.leads:
                 try:
-                    self._remove_uncounted(space, folder)  # before the save, because they may be filling the disk
+                    self._remove_uncounted(space, folder)  # before the save, because they may fill the disk
                 except StorageError as error:
                     _logger.debug("%s: local steps that do not count are not removed: %s", space, error)
             save = Save(
@@ -270,7 +270,7 @@ class LocalTier(StepPlace):
             leave_save(self._begin(step), error)
 
     def _begin(self, step: int) -> Rendezvous | None:
-        """Count a due save before anything can fail, so that all processes count alike."""
+        """Count a due save before anything can fail, so that all processes have the same count."""
         self._previous = self._newest = step
         self._sequence += 1
         self._forget_found()  # older local steps are removed from now on
@@ -350,7 +350,7 @@ class LocalTier(StepPlace):
             self._last_event, self._saves = now, 0
 
     def _check_owner(self) -> None:
-        """Raise OwnershipError on process 0 if another run has taken over, as its local steps share this folder."""
+        """Raise OwnershipError on process 0 if another run, whose local steps share this folder, has taken over."""
         try:
             self._steps.ownership.check()
         except StorageError as error:  # local saves must also work while the storage is unavailable

@@ -190,7 +190,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the step that ``best_fn`` ranks first, or None if none has its metric; without it, the newest step."""
+        """Return the best step by ``best_fn``, or None if none has its metric; without ``best_fn``, the newest step."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -209,7 +209,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics stored with a step, as a dictionary if they were given as one; None without any.
+        """Return the metrics stored with a step, as a dictionary if they were given as one; None if there are none.
 
         Args:
             step: The step.
@@ -234,7 +234,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run stored with the checkpoints, or None."""
+        """Return the facts about the run that are stored with the checkpoints, or None."""
         return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
@@ -339,7 +339,7 @@ class CheckpointManager(ExplainsNames):
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Preview the step that a restore would read, for programs that depend on the step they resume from.
 
-        Only the named items are read, so this may return a step that the restore skips because other items of it are
+        Only the named items are read, so this may return a step that the restore skips because its other items are
         damaged. The call does not count as a restore.
 
         Args:
@@ -377,7 +377,7 @@ class CheckpointManager(ExplainsNames):
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and the reason.
 
-        The run begins with the first step passed to this. After a failed save, the next step is due.
+        The run begins with the first step that this method receives. After a failed save, the next step is due.
 
         Args:
             step: The number of optimizer updates done.
@@ -529,7 +529,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # saves store the history of local steps
+            self._background.join()  # wait, because saves store the history of local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
@@ -539,7 +539,7 @@ class CheckpointManager(ExplainsNames):
         ::
 
             state = manager.restore(1200, template)
-            manager.delete_after(1200)  # otherwise retention and the next resume take them for the newest
+            manager.delete_after(1200)  # otherwise, retention and the next resume treat later steps as the newest
 
         The latest step is deleted first, so that an interrupted call leaves the earlier steps without gaps.
 
@@ -571,8 +571,8 @@ class CheckpointManager(ExplainsNames):
     def acquire(self) -> None:
         """Acquire ownership of the directory, and remove leftovers of interrupted runs.
 
-        The first save does this automatically. An early call shows at once that another run has taken the directory,
-        not only after an hour of training.
+        The first save does this automatically. An early call reveals at once, rather than after an hour of
+        training, that another run has taken the directory.
 
         Raises:
             OwnershipError: Another run writes to this directory.
@@ -593,7 +593,7 @@ class CheckpointManager(ExplainsNames):
         self._run.wait_for_places()
 
     def check_for_errors(self) -> None:
-        """Raise the SaveFailedError of a failed save, unless it was raised before; does not wait."""
+        """Raise SaveFailedError if a save has failed and its error has not been raised yet. Does not wait."""
         self._background.check()
 
     def close(self) -> None:
@@ -636,7 +636,7 @@ class CheckpointManager(ExplainsNames):
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     """Record that the run resumes from a step, warn about the later steps at once, and return these in order."""
-    # A restore defers the warning to the next save, as its caller may only inspect the step.
+    # A restore defers the warning to the next save, because its caller may only be inspecting the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later
@@ -662,13 +662,13 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return a message suffix about a step that only other places have and the run cannot read, or ""."""
+    """Return a message suffix about a step that only other places have and that the run cannot read, or ""."""
     return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """If the block, which precedes a save or a local save, fails, report this to the other processes at once."""
+    """If the block before a save or a local save fails, report this to the other processes at once."""
     try:
         yield
     except BaseException as error:
@@ -689,7 +689,7 @@ def settle_mirror(manager: CheckpointManager) -> bool:
 
 
 def best_step_in(directory: Location) -> int:
-    """Return a run's best step by its ``best_fn``; raise an error if there is none."""
+    """Return the best step of a run according to its ``best_fn``; raise an error if there is none."""
     options = stored_options(directory)
     if options is None or options.best_fn is None:
         raise OptionError(

@@ -80,7 +80,7 @@ def number_of(value: Any) -> int | float | None:
     """Convert a value, or an array of one element, to a plain number; return None for anything else, such as text."""
     if not isinstance(value, (int, float)):
         # An array of one element is a number, whatever its shape; `float` would warn about the shape (1,). ``item()``
-        # raises errors of the computation behind an array, which must not be taken for a missing metric.
+        # raises errors of the computation behind an array, which must not be mistaken for a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)
@@ -182,7 +182,7 @@ class MetricWatch:
         self._metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # whether the metric was reported, or the warning given
+        self.ended = False  # whether the metric has been reported, or the warning given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
         """Check the metrics of a step without device transfers; ``saved`` are the values of the saved steps."""
@@ -193,7 +193,7 @@ class MetricWatch:
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
             self.ended = True
-        # An evaluation metric, such as val_loss, may be missing for a while, as loops evaluate rarely.
+        # An evaluation metric, such as val_loss, may be missing for a while, because loops evaluate rarely.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
             import difflib  # imported lazily: only for a warning

@@ -50,7 +50,7 @@ _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
 _FETCH = 86400.0  # timeout in seconds of the other processes while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between checks whether the copy can still finish in time
+_LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
 _MARGIN = 1.2  # safety factor on the copy time that the measured rate predicts
 
 
@@ -60,7 +60,7 @@ class MirrorStatus:
 
     Attributes:
         path: The mirror's location.
-        step: The newest whole step in the mirror, or None; also None until the mirror was first reached.
+        step: The newest whole step in the mirror, or None; also None until the mirror has first been reached.
         copying: The step that is being copied, or None.
         bytes_left: Bytes of the run's newest step that the mirror still lacks.
         bytes_per_second: The rate of the last copy, measured outside of saves, or None before the first one.
@@ -95,12 +95,12 @@ class _Copying:
 
     @property
     def rate(self) -> float | None:
-        """Measured rate in bytes a second; None if nothing was measured."""
+        """Measured rate in bytes per second; None if nothing has been measured."""
         return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Ends a copy that is obsolete: the run ends, its step was deleted or replaced, or only a newer one counts."""
+    """Raised to end an obsolete copy: the run ends, or its step was deleted, replaced or superseded by a newer one."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -136,14 +136,14 @@ class RunMirror(StepPlace):
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
         self._changes = False  # whether this run writes to the mirror or is about to; if so, only its thread rereads it
-        self._looking = Lock(reentrant=True)  # so that a stale listing by another thread cannot undo a deletion
+        self._looking = Lock(reentrant=True)  # prevents a stale listing by another thread from undoing a deletion
         self._thread: Helper | None = None
         self.process = os.getpid()
         self._ending = threading.Event()  # set once nothing more may be committed
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether a save to a local disk is in progress
         self._due = False
-        self._final = False  # whether the run is ending, so that its newest step is copied even if not due
+        self._final = False  # whether the run is ending; its newest step is then copied even if not due
         self._has_finished = False  # whether this run itself, not a takeover by another, ended the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
@@ -151,7 +151,7 @@ class RunMirror(StepPlace):
         self._error: str | None = None
         self._copying: _Copying | None = None
         self._copied = CopiedFiles()
-        self._rate: float | None = None  # of the last copy, in bytes a second
+        self._rate: float | None = None  # rate of the last copy, in bytes per second
 
     # ---- from the mirror to the run
 
@@ -160,7 +160,7 @@ class RunMirror(StepPlace):
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
-        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
+        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without steps must read the mirror
         newer = [step for step in reversed(steps) if step > newest]
         far = self._far
         for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
@@ -199,7 +199,7 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read before the step: its tombstone exists until it is deleted
+            tombstones = run.tombstones  # read before the step, whose tombstone remains until the mirror has deleted it
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -246,7 +246,7 @@ class RunMirror(StepPlace):
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-            # not on the copying thread, where a listener may be deleting: it would wait for itself
+            # not on the copying thread: a listener there may be deleting, and would wait for its own thread
             waits = point == "deleted" and is_primary and threading.current_thread() is not self._thread
             if waits:
                 self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
@@ -272,7 +272,7 @@ class RunMirror(StepPlace):
             far = self._look()
             if far.steps_and_damaged():
                 of = far.identity.directory
-                if of not in (None, self._run.location.url):  # differs if this run's directory may be a copy
+                if of not in (None, self._run.location.url):  # if it differs, this run's directory may be a copy
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
                 self._delete_covered(far)
@@ -302,7 +302,7 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, even if not due, if it takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # copy the records that the witness added since
+        if self._ending.is_set() and self._has_finished:  # copy the records that the witness has added since
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
@@ -339,7 +339,7 @@ class RunMirror(StepPlace):
             self._far.ownership.release()
 
     def _warn_of_lacking(self) -> None:
-        """Warn which folder has the newest step, if the mirror lacks it."""
+        """If the mirror lacks the newest step, warn and name the folder that has it."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -415,7 +415,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # first, in case a deleted step was saved again and is copied next
+            self._delete_covered(far)  # first, because a deleted step may have been saved again and is copied next
             self._follow(far)
             if (record := self._next(far)) is None:
                 break
@@ -524,7 +524,7 @@ class RunMirror(StepPlace):
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:  # no identity on one side: compare a step that both have
+        else:  # one of the two has no identity: compare a step that both have
             common = [step for step in far.steps() if step in self._run]
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -548,7 +548,7 @@ class RunMirror(StepPlace):
                 )
 
     def _is_lost(self) -> bool:
-        """Return whether another run has taken over the mirror, or it never belonged to this run."""
+        """Return whether another run has taken over the mirror, or the mirror never belonged to this run."""
         return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
@@ -571,7 +571,7 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the step that the run saved last, or its newest otherwise: later steps belong to another branch."""
+        """Return the step that the run saved last (later ones belong to another branch), or else its newest."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
@@ -618,7 +618,7 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 @atexit.register
 def _warn_at_exit() -> None:
-    """Warn about the steps that mirrors lack whose managers were not closed."""
+    """Warn about steps missing from mirrors whose managers were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child does not own the mirror
             mirror._warn_of_lacking()

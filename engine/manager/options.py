@@ -282,7 +282,7 @@ class CheckpointOptions:
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        """Return the custom policies that a program has passed: when to save, and what to keep."""
+        """Return the program's custom policies for when to save and for what to keep."""
         return (), ()
 
 
@@ -464,14 +464,14 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
-        "keep_function": ", ".join(custom) or None,  # names only: the policies exist only in the program
+        "keep_function": ", ".join(custom) or None,  # only the names, because the policies exist only in the program
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
         "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
-        "best_function": metric_name(function) if callable(function) else None,  # name only, as above
+        "best_function": metric_name(function) if callable(function) else None,  # only the name, for the same reason
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),

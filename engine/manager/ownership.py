@@ -55,7 +55,7 @@ class Ownership:
         self._lock = FileLock(directory / OWNER)
         self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
-        self._size: int | None = None  # size of the owner file in bytes, once written
+        self._size: int | None = None  # size of the owner file in bytes, once it has been written
         # Several URLs can name the same place in an object store; their locations are equal.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
@@ -213,7 +213,7 @@ OPTIONS = "options.json"  # file with the last run's retention options, and its 
 
 
 class Tombstone(NamedTuple):
-    """Marks a step, or all later ones, as deleted for places that may still have it; not a step saved again."""
+    """Marks a step, or all later ones, as deleted for places that may still have it; ignores a step saved again."""
 
     step: int
     later: bool = False  # whether it covers all steps after this one
@@ -239,15 +239,15 @@ class Tombstones(frozenset[Tombstone]):
         return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
     def numbers(self) -> tuple[list[int], int | None]:
-        """Return the single deleted steps, and the step after which all steps were deleted."""
+        """Return the individually deleted steps, and the step after which all steps were deleted."""
         steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
         return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
 
 class LocalBranch(NamedTuple):
-    """A part of a run's history: the local saves that one start of the program makes after a step."""
+    """A part of a run's history: the local saves that one attempt of the program makes after a step."""
 
-    attempt: str  # random text, unique to the start
+    attempt: str  # random text, unique to the attempt
     sequence: int  # the sequence number of the last local save before it
     after: int  # the step after which the program continues; -1 without one
 
@@ -285,7 +285,7 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return these options, and the name of the program's own function or policy that ranks or keeps steps, if any."""
+    """Return these options, and the name of the program's own function or policy, if one ranks or keeps steps."""
     try:
         document = _read(location)["options"]
         options = options_from_document(document)

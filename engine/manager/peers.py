@@ -64,7 +64,7 @@ class PeerServer:
                 f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
                 "Local(address=...)"
             ) from error
-        self.address = host, int(self._listener.getsockname()[1])  # host and port under which peers reach the server
+        self.address = host, int(self._listener.getsockname()[1])  # host and port at which peers reach the server
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class PeerServer:
                     asked, _ = _receive(connection)
                     connection.settimeout(self._timeout)
                     self._answer(connection, asked)
-        except Exception as error:  # the peer is gone, or is not authorized
+        except Exception as error:  # the peer has gone, or is not authorized
             _logger.debug("a connection between hosts has ended: %s", error or type(error).__name__)
         finally:
             with self._lock:
@@ -209,7 +209,7 @@ class Peer:
             connection.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a pooled or new connection; retry on a new one if the pooled connection was closed."""
+        """Do work on a pooled or new connection; retry on a new one if the pooled connection has been closed."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:
@@ -289,7 +289,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address from which this host reaches another, or with None the internet; sends nothing."""
+    """Return the address from which this host reaches another, or the internet if None; sends nothing."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -313,7 +313,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
+    """Return the head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
     head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size)), deadline))
     limit = PIECE if memory is None else min(PIECE, len(memory))
     if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:

@@ -87,7 +87,7 @@ class StepRestorer:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         began = time.perf_counter()
         self._fetch_missing(step)
-        # Reads are shared only if the options ask for it, as a program may restore a step on a single process.
+        # Reads are shared only if the options ask for it, because a program may restore a step on a single process.
         with self._shared_reads(together=False) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
@@ -152,7 +152,7 @@ class StepRestorer:
                 if damage is None:
                     return step, values, damaged
                 self._drop(step, damage)
-            if damage.deleted:  # the run writing here has deleted it, and has newer steps
+            if damage.deleted:  # the run that writes here has deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps
@@ -166,7 +166,7 @@ class StepRestorer:
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
-            if not peeks:  # logged at once, as the next step may raise an error
+            if not peeks:  # logged at once, because the next step may raise an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
             damaged.append((step, damage))
         if damaged:
@@ -235,7 +235,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes share if they restore ``together``, or always by option; else yield None."""
+        """Begin reads that all processes share if they restore ``together`` or the option is set; else yield None."""
         option, processes = self.run.options.load_and_broadcast, self.run.processes
         transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
@@ -270,7 +270,7 @@ class StepRestorer:
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            if shared is not None:  # the other processes are perhaps not reading it again
+            if shared is not None:  # the other processes may not be reading it again
                 shared.leave()
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
@@ -283,7 +283,7 @@ class StepRestorer:
         with self._shared_reads(together=True) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
-            except PeerFailedError as error:  # the actual reason follows: damage, or a fatal error
+            except PeerFailedError as error:  # the actual cause follows: damage, or a fatal error
                 broken = error
             except BaseException as error:
                 if shared is not None:

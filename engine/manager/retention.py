@@ -1,7 +1,7 @@
 """Retention: a union of pure rules, each of which returns the steps that it keeps, with reasons.
 
 Rules depend only on the list of steps, so that a restart changes nothing and rules keep what they kept before. "Newest"
-always means the highest step, never the latest time, as clocks differ and jump.
+always means the highest step, never the latest time, because clocks differ and jump.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 class KeepPolicy(Protocol):
     """Selects steps to keep, for ``keep=``; the other policies decide about the rest, and the newest is always kept.
 
-    A step that is not kept is deleted for good. So a policy should select the same steps again after the others are
-    gone.
+    A step that is not kept is deleted for good. A policy should therefore select the same steps again after the
+    others are gone.
 
     >>> class KeepEven(KeepPolicy):
     ...     def kept(self, steps):
@@ -130,7 +130,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepItem:
-    """Keeps the newest step that contains a given item, as not every step has it."""
+    """Keeps the newest step that contains a given item, because not every step has it."""
 
     item: str
 
@@ -183,7 +183,7 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step with an item, before a given step; None without one. ``steps`` are in ascending order."""
+    """Return the newest step with an item, before a given step, or None. ``steps`` are in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
@@ -195,7 +195,7 @@ def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int |
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    # Newest first, as the best steps are usually among them, and nlargest is fast if it sees these first.
+    # Newest first, because the best steps are usually among them, and nlargest is fast if it sees these first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 

@@ -27,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """If the block fails, report this to the other processes at once, as this process takes no part in the save."""
+    """If the block fails, report this to the others at once, because this process takes no part in the save."""
     try:
         yield
     except BaseException as error:
@@ -111,8 +111,8 @@ class Run:
         return answer
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if already closed."""
-        with self.changing:  # a save of another thread has begun before this, or is refused
+        """Refuse all further changes; return False if the run is already closed."""
+        with self.changing:  # a save on another thread has either begun before this or is refused
             was_open, self._closed = not self._closed, True
             return was_open
 

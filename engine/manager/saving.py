@@ -37,7 +37,7 @@ class SaveQueue:
     abandoned: AbandonedSteps
     _pending: PendingSave | None = None  # the save in progress
     _warned_of_repeated: bool = False
-    _watch: MetricWatch | None = None  # None once the ranking metric was reported
+    _watch: MetricWatch | None = None  # None once the ranking metric has been reported
 
     def __post_init__(self) -> None:
         best_fn = self.run.options.best_fn
@@ -121,7 +121,7 @@ class SaveQueue:
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # What may fail on a single process only follows here, so that all processes see the same steps.
+                    # Only now come calls that may fail on one process, so that all see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
@@ -133,7 +133,7 @@ class SaveQueue:
                 save = Save(
                     self.run.steps.step_location(step),
                     values,
-                    overwrite=True,  # an existing step was committed by a superseded run
+                    overwrite=True,  # an existing step must have been committed by a superseded run
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill knows of it
+                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill knows about it
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
@@ -259,7 +259,7 @@ class SaveQueue:
         return metrics
 
     def deleted(self) -> None:
-        """Count the interval to the next save from the newest remaining step."""
+        """Measure the interval to the next save from the newest remaining step."""
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     @contextlib.contextmanager
