@@ -98,7 +98,7 @@ class StepOutcome:
 
 @takes_texts_of(CheckpointManagerOptions)
 class CheckpointCallback:
-    """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
+    """Saves a training loop's state, keeps the checkpoints you need, and resumes the loop where it stopped.
 
     ::
 

@@ -1,6 +1,6 @@
-"""The adapter for tree states: pytrees, and nnx objects by their variables.
+"""The adapter for tree states: pytrees, and nnx objects, which are saved as trees of their variables.
 
-A loop replaces a pytree and never changes it in place. This module imports flax only if the state has nnx objects.
+A loop never changes a pytree in place, but replaces it. This module imports flax only if the state has nnx objects.
 """
 
 from __future__ import annotations
@@ -194,12 +194,12 @@ def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
 def _has_changed(before: Any, now: Any) -> bool:
     if now is None or now is before:
         return False
-    # Values are compared, as a jitted function that returns the optimizer unchanged still creates a new array.
+    # Values are compared, because a jitted function creates a new array even if it does not change the optimizer.
     return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the nnx objects in dicts, lists and tuples by ``change``, in order."""
+    """Replace each nnx object in dicts, lists and tuples by the result of ``change``, in order."""
     if is_nnx(value):
         return change(value)
     if type(value) is dict:
@@ -256,7 +256,7 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 
 def _pairs(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names of corresponding leaves in two trees."""
+    """Yield the names of corresponding leaves in two trees, as pairs."""
     # Dictionary entries and attributes are matched by key. Optimizer chains are tuples that may have
     # grown, or be nested differently: their states are matched by order and class name.
     if not (_is_chain(saved) or _is_chain(wanted)):
@@ -277,7 +277,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     if node is None or other is None:
         if node is other:
             yield name, other_name
-    elif _optax(node) == _optax(other):  # otherwise two different transformations
+    elif _optax(node) == _optax(other):  # otherwise they belong to different transformations
         children = dict(zip(node.segments, node.named_children(name), strict=True))
         for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
             if segment in children:
@@ -285,7 +285,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
 
 
 def _is_chain(part: _Node) -> bool:
-    """Return whether a container is a tuple, or a dictionary that an nnx optimizer state has in place of one."""
+    """Return whether a container is a tuple, or a dictionary that takes the place of one in an nnx optimizer state."""
     name, node = part
     if node is None:
         return False
