@@ -100,7 +100,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
     def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Look at the state returned for a step (None if unknown); with ``grows``, it may differ from the fresh one."""
+        """Sample the state returned for a step (None if unknown); with ``grows``, it may differ from the fresh one."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
         if step is not None:
@@ -130,7 +130,7 @@ class FirstSteps:
     def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Look at a report about to be saved, and at what a resume would refuse; return True once checks are done."""
+        """Check a report about to be saved, and what a resume would refuse; return True once all checks are done."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -284,12 +284,12 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has yielded no batch, so that the loop may read another one."""
+    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another loader."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return the part that identifies a torch state dict, as each one has a new one; None for other values."""
+    """Return the part that identifies a torch state dict, because each dict has its own; None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)

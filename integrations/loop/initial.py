@@ -178,7 +178,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the hyperparameters that count; log differences not caused by the run."""
+        """Return the restored state with the chosen hyperparameters; log differences that the run has not caused."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):

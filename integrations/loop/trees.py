@@ -86,7 +86,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, a new array after each update; None without it."""
+        """Return the ``nnx.Optimizer``'s update counter, which is a new array after each update; None without one."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step

@@ -162,7 +162,7 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Record a step report, before a save of it is decided; raise StateError if ``on_inexact`` asks for it."""
+        """Record a step report before deciding whether to save it; raise StateError if ``on_inexact`` requires it."""
         # ``look`` is called only if the step is recorded or compared. ``mark`` has the epoch or epochs of the step: the
         # first step with a new mark is recorded as well.
         if self.error is not None:
