@@ -54,7 +54,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
-    """Start the required copies of values to the host; return for each type a function that describes its values."""
+    """Start the required copies of values to the host; return a dict from each type to a function that describes it."""
     types = dict(zip(map(type, values), values, strict=True))  # one example per type, because a tree has few types
     libraries = {kind: library_of(value) for kind, value in types.items()}
     of_jax = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(types[kind])}
@@ -175,9 +175,9 @@ class TakenLeaves(NamedTuple):
 class KnownLeaves:
     """Facts about the leaves of a tree, to recognise later trees with matching leaves.
 
-    Most leaves are of a few kinds: these are checked together, and keep their descriptions. The others are described
-    again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says which leaves
-    are copied whole, to one contiguous array.
+    Most leaves are of a few kinds: these are checked together, and their descriptions are reused. All others are
+    described again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says
+    which leaves are copied whole, to one contiguous array.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Yield the parts of a piece, each with its target memory, which is pageable if no more can be pinned."""
+        """Yield the parts of a piece, each with its target memory, which is pageable if no more of it can be pinned."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()

@@ -84,8 +84,8 @@ def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     leaves; `describe` refuses those that cannot be saved.
 
     Instances of `leaf_types` are leaves even if they are containers. The structure may refer to the containers
-    themselves: to let their arrays be freed, keep the document made from it instead. One error names every key that is
-    no `Key`, every container that contains itself, and every container below `MAX_DEPTH` levels.
+    themselves: to let their arrays be freed, keep the document made from it instead. A single error names every key
+    that is no `Key`, every container that contains itself, and every container nested deeper than `MAX_DEPTH`.
     """
     walk = _Walk(leaf_types)
     with collection_paused():
