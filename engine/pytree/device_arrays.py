@@ -79,7 +79,7 @@ def is_copied_later(tensor: Any) -> bool:
 
 
 class Copy(NamedTuple):
-    """A copy to be made: contiguous host array as target, elements on the device, and index of their leaf."""
+    """A copy to be made: its contiguous target on the host, the elements on the device, and their leaf's index."""
 
     target: NDArray[Any]
     source: DeviceArray
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Return how many bytes are free in the current block, or in the next if too few are; 0 without a block."""
+        """Return how many bytes are free in the current block, or in the next if it is too full; 0 without a block."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0

@@ -78,7 +78,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Convert an array to native byte order, without a copy if it already has it."""
+    """Convert an array to native byte order; an array that already has it is not copied."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -178,14 +178,14 @@ def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] 
 
 
 def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
-    """Return a template's sharding with concrete devices."""
+    """Return the template's sharding on concrete devices."""
     if type(template.sharding) is not jax_leaves.AbstractSharding:
         return template.sharding
     return jax_leaves.on_saved_devices(template.sharding, saved.details)
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """Raised for a number that the template cannot hold, or an array that cannot be sharded as it asks."""
+    """Raised for a number that the template cannot hold, or an array that cannot be sharded as the template asks."""
 
 
 @collection_paused()
@@ -196,10 +196,10 @@ def materialize(
     names: Sequence[str],
     parts: Mapping[int, tuple[Partition, list[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
-    """Create the leaves from saved values; raise one error for all that cannot be created exactly as asked.
+    """Create leaves from saved values; raise a single error for all that cannot be created exactly as requested.
 
-    ``parts`` has the partition of each leaf that was not read whole, with its arrays, by the number of the leaf. Arrays
-    that were cast are removed from ``arrays``.
+    ``parts`` maps the index of each leaf that was not read whole to its partition and arrays. Arrays that have been
+    cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
     # checked once per description, because many leaves share one

@@ -109,7 +109,7 @@ class _Steady:
     """Tensors that were the same in two samples, so that they can be checked all at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """Keep the views, by position, of some of ``count`` leaves."""
+        """Keep the views of some of ``count`` leaves, keyed by position."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -308,7 +308,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none, as a parameter that FSDP frees between steps."""
+    """Return the address of a tensor's memory, or 0 if it has none, like a parameter that FSDP frees between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass

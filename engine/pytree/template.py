@@ -46,7 +46,7 @@ _SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
 
 @dataclass(slots=True)
 class LeafTemplate:
-    """The array or value that a template leaf asks for."""
+    """The array or value that a leaf of the template asks for."""
 
     name: str
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
@@ -70,7 +70,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # a function for each leaf type, as a tree has few types
+    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, since trees have few types
     for name, value in zip(names, values, strict=True):
         facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
         try:
@@ -295,7 +295,7 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # fresh state has the same types, the program is unchanged, and a leaf is restored as it was saved: array or number,
 # weak or strong, with its dtype and shape. If they differ, the program has changed.
 
-_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; others compare by kind
+_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds compared by dtype and shape; others only by kind
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be rebuilt without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 

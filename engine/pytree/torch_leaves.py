@@ -281,7 +281,7 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def tensor_like(saved: Saved) -> Any | None:
-    """Return a meta tensor like a saved array; None if torch lacks the dtype or has no operations on it."""
+    """Return a meta tensor like a saved array; None if torch lacks the dtype or has no operations for it."""
     name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
     dtype = getattr(torch, name or "", None)
     if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):

@@ -101,7 +101,7 @@ def apply_transformations(
         A tree with the new tree's containers.
 
     Raises:
-        OptionError: A transformation is no `Transform`, matches no key, or refers to a group that it does not have.
+        OptionError: An entry is no `Transform`, matches no key of the new tree, or refers to a group that it lacks.
         TreeMismatchError: Keys have no value, or one without the new tree's structure; the error names all of them.
 
     >>> renamed = {"x": Transform(original_key="b/c")}
@@ -195,7 +195,7 @@ class Computed:
     name: str
 
 
-Origin = Taken | Computed | None  # source of a leaf of the new tree; None if the leaf keeps its value
+Origin = Taken | Computed | None  # where a leaf of the new tree comes from; None if it keeps its value
 
 
 def evaluate(
@@ -335,7 +335,7 @@ def _check_leaf(result: Any, path: str, placeholder: bool, function: str) -> Non
 
 
 def has_values(leaf: Any) -> bool:
-    """True if a template leaf has values; abstract and deleted arrays have none."""
+    """True if a template leaf has values, unlike abstract and deleted arrays."""
     if is_jax_abstract(leaf):
         return False
     library = library_of(leaf)
@@ -363,13 +363,13 @@ class _Rule:
     key: str  # levels separated by ``/``
     transform: Transform
     pattern: re.Pattern[str] | None  # the key as a regular expression; None if it matches only literally
-    problem: str = ""  # why the key is not a valid regular expression; empty if it is
+    problem: str = ""  # why the key is not a valid regular expression; empty if it is valid
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
     rule: _Rule
-    path: str  # the path that the rule's key matches: the leaf's, or that of a container above it
+    path: str  # the path that the rule's key matches: the leaf's path, or that of a container above it
     rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
     source: str  # path of the leaf's value in the original tree, such as ``params/Dense_0/kernel``
 
