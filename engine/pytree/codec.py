@@ -26,7 +26,7 @@ from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
-_SAVED = "torch.save"  # dict key for an object as bytes from torch.save, which loads without running code
+_SAVED = "torch.save"  # dict key for an object as bytes from torch.save; loading them runs no code
 _BYTES = "holdfast.bytearray"  # dict key for a bytearray's content
 _PAIRS = "holdfast.pairs"  # dict key for the items of a dictionary with keys other than str and int
 _CLASS = "holdfast.class"  # dict key for a class name; the values are under the next key
@@ -36,7 +36,7 @@ _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of e
 
 
 def is_plain(value: object) -> bool:
-    """True if a value consists only of plain data, without arrays or objects."""
+    """True if a value consists only of plain data, that is, it contains no arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -52,7 +52,7 @@ def encode_plain(value: Any) -> Any:
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, encoded so that `decode_state` can restore arrays of the same libraries."""
+    """Return a snapshot of a tree, encoded so that `decode_state` can restore arrays in their own libraries."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -138,7 +138,7 @@ def hashable(key: Any) -> Any:
 
 
 def instance_of(cls: Any, fields: Mapping[str, Any]) -> Any | None:
-    """Create a named tuple or dataclass with these fields without running its code; None if they do not fit."""
+    """Create a named tuple or dataclass with these fields, running none of its code; None if they do not fit."""
     if not isinstance(cls, type):
         return None
     if issubclass(cls, tuple):

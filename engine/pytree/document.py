@@ -43,7 +43,7 @@ class TreeDocument(NamedTuple):
         return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
 
     def below(self, segments: Sequence[str]) -> TreeDocument:
-        """Return the container at a path, which must exist, given its escaped keys as in leaf names."""
+        """Return the container at a path, which must exist; its keys are escaped as in leaf names."""
         node = self.structure
         for segment in segments:
             assert node is not None
@@ -91,7 +91,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return a document with only the leaves that match patterns, and their positions in the tree.
 
-    Other leaves are skipped without creating an object for each. A pattern that matches nothing is an error.
+    All other leaves are skipped without creating an object for each. A pattern that matches nothing is an error.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:

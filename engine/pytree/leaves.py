@@ -22,7 +22,7 @@ from .names import format_path
 Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
-ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in the program
+ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in a program
 # Python number types by kind, narrowest first; such leaves are stored as 0-d arrays.
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
@@ -233,7 +233,7 @@ def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
 
 @dataclass(slots=True)
 class Saved:
-    """A leaf as described in a checkpoint."""
+    """A leaf as a checkpoint describes it."""
 
     details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json``: untrusted input
     dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
@@ -246,7 +246,7 @@ class Saved:
 
     @classmethod
     def of(cls, leaf: ArrayLeaf | ValueLeaf) -> Saved:
-        """Return the leaf as a checkpoint would describe it."""
+        """Return this leaf as a checkpoint would describe it."""
         return cls(leaf.details) if isinstance(leaf, ValueLeaf) else cls(leaf.details, leaf.dtype, leaf.shape)
 
     @property
@@ -263,7 +263,7 @@ class Saved:
 
     @property
     def is_number_array(self) -> bool:
-        """True for a packed number sequence that is stored as a plain array of its elements."""
+        """True for a packed number sequence whose elements are stored as a plain array."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
 
     @property
@@ -349,7 +349,7 @@ _DEEPEST = 8  # maximum nesting of functions in functions
 def _name_of_code(value: Any, depth: int) -> str | None:
     wrapped = getattr(value, "__wrapped__", None)
     if type(value).__module__.partition(".")[0] in {"jax", "jaxlib"} and wrapped is not None and depth < _DEEPEST:
-        return _name_of_code(wrapped, depth + 1)  # as returned by jax.jit and jax.custom_jvp
+        return _name_of_code(wrapped, depth + 1)  # a wrapped function, as returned by jax.jit and jax.custom_jvp
     is_ufunc = isinstance(value, np.ufunc) or type(value).__module__ == "jax.numpy"
     is_builtin = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
     if isinstance(value, types.FunctionType):
@@ -360,7 +360,7 @@ def _name_of_code(value: Any, depth: int) -> str | None:
     elif not (is_ufunc or is_builtin or isinstance(value, type)):
         return None
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
-    # A library's private modules may change in its next version.
+    # A library's private modules may change between its versions.
     module = (getattr(value, "__module__", None) or type(value).__module__).partition("._")[0]
     return f"{module}:{name}"
 

@@ -1,4 +1,4 @@
-"""Leaf samples: a few evenly spaced elements of each leaf, with a digest of their bits, taken without waiting.
+"""Leaf samples: a few evenly spaced elements from each leaf, with a digest of their bits, taken without waiting.
 
 Arrays in host memory are read at once. The elements of arrays on a device are gathered there, and copied to the host
 while the program continues; :attr:`Samples.is_ready` says when they have arrived.
@@ -380,7 +380,7 @@ def size_of(leaf: Any) -> int:
 
 
 def full_sum(leaf: Any) -> Any:
-    """Return the sum of all elements' bits as integers, which may still be on a device; None if it has no elements."""
+    """Return the sum of all elements' bits as integers, perhaps still on the device; None if it cannot be computed."""
     if is_torch_tensor(leaf):
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

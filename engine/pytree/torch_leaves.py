@@ -51,7 +51,7 @@ class TorchDescriber:
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
         self._left = BYTES_AT_ONCE
-        self._axes: dict[Mesh, set[int]] = {}  # per root mesh, the axes that DTensors of the tree span
+        self._axes: dict[Mesh, set[int]] = {}  # for each root mesh, the axes that DTensors in the tree span
         for value in values:
             with contextlib.suppress(LeafProblem):  # raised again when the leaf is described
                 self._prepare(value)
@@ -169,7 +169,7 @@ def _check(value: Any) -> None:
 
 
 class TorchDType(NamedTuple):
-    """How the elements of a torch dtype are stored."""
+    """Describes how the elements of a torch dtype are stored."""
 
     name: str
     dtype: np.dtype[Any]  # numpy dtype of the stored bytes
@@ -414,10 +414,10 @@ PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its i
 
 
 class Division(NamedTuple):
-    """How one axis of a mesh divides an array."""
+    """Describes how one axis of a mesh divides an array."""
 
     axis: int | None  # the sharded array axis; None if the array is replicated along this mesh axis
-    rounds: int = 1  # blocks that the axis is cut into before each is divided; above 1 for a ``_StridedShard``
+    rounds: int = 1  # blocks that the axis is cut into before each is divided; more than 1 for a ``_StridedShard``
 
 
 @dataclass(frozen=True, eq=False)

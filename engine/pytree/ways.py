@@ -178,7 +178,7 @@ class Ways:
         return {id(one) for group in groups for one in group["params"]} if groups else None
 
     def attributes(self, root: Any) -> dict[str, str]:
-        """Return the attributes that are plain values, functions, generators or containers of these, as text."""
+        """Return attributes that are plain values, functions, generators or containers of these, as text."""
         texts: dict[str, str] = {}
         for (name, _, key), owner in zip(self._attributes, self._to_owners.follow(root), strict=True):
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
@@ -268,7 +268,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """True if ways may lead through an attribute; other attributes are only converted to text."""
+    """True if ways may lead through an attribute; all other attributes are only converted to text."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 

@@ -216,8 +216,8 @@ class CheckpointCallback:
         replicated: Names of state that is the same in all processes, so that any number of them can restore it. It may
             be an extra, such as a position in an order that does not depend on the process count, or a generator
             seeded alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
-            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
-            of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
+            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. In loops,
+            each save checks that the states are equal, and stores one; Lightning trainers check it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
             ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         reshard: Called when a different number of processes resumes, for each data position and any other state that
@@ -469,7 +469,7 @@ class CheckpointCallback:
         return state
 
     def peek(self) -> Peek | None:
-        """Return what ``restore_or_initialize`` will restore, before the state is built.
+        """Return what ``restore_or_initialize`` will restore, before the state has been built.
 
         This is for programs whose state depends on the step, such as those that prune layers or add parameter groups.
         All processes must call it together. ``resume`` determines the step. Only the extras of the step are read, so

@@ -1,4 +1,4 @@
-"""Checkpoint extras: data positions, random keys, averages, plain data."""
+"""Checkpoint extras, such as data positions, random keys, averages and plain data."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class PreemptionSignal:
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Pass the signal on to the program's previous handler, if any; called after :meth:`restore`."""
+        """Pass the signal on to the program's previous handler, if there is one; called after :meth:`restore`."""
         # A later handler stays in place, and would pass the signal to this one, which is no longer active.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
@@ -234,7 +234,7 @@ def grace_check(grace: float) -> Callable[[Event], None]:
 
 
 class _JaxAgreement:
-    """The point at which all processes of a ``jax.distributed`` run stop."""
+    """Determines the point at which all processes of a ``jax.distributed`` run stop."""
 
     # JAX agrees only once per connection, on "the largest number that a process has passed so far, plus one", and
     # returns True only for that number. So the numbers count the calls since the connection was made, over all runs:

@@ -72,11 +72,11 @@ class StateAdapter:
         """Raise UnsupportedLeafError if saving the state would raise it."""
 
     def save_kwargs(self) -> Mapping[str, Any]:
-        """Return further arguments for the handler's save."""
+        """Return additional arguments for the handler's save."""
         return {}
 
     def restore_kwargs(self) -> Mapping[str, Any]:
-        """Return further arguments for the handler's restore."""
+        """Return additional arguments for the handler's restore."""
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:

@@ -74,7 +74,7 @@ class TreeAdapter(StateAdapter):
         return from_tree(state, restored)
 
     def note_step(self, state: Any) -> None:
-        if type(state) is not self._type:  # search again only if the type has changed
+        if type(state) is not self._type:  # search again only when the type has changed
             self._type, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
@@ -102,7 +102,7 @@ class TreeAdapter(StateAdapter):
         from flax import nnx
 
         parameters = nnx.state(module, nnx.Param)
-        # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
+        # Checkpoints of the module may also contain its other variables, such as statistics, generators and caches.
         others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
         pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
         weights = load_weights(source, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
@@ -112,7 +112,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Return, as text for users, the parts of a later value that a restore into the fresh one would refuse."""
+    """Return, as text for users, the parts of a later value that a restore into the fresh value would refuse."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
