@@ -214,7 +214,7 @@ class CheckpointCallback:
 
     Args: several processes
         replicated: Names of state that is the same in all processes, so that any number of them can restore it. It may
-            be an extra, such as a position in an order that does not depend on the process count, or a generator
+            be an extra, such as a position in an order independent of the process count, or a random generator
             seeded alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
             ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. In loops,
             each save checks that the states are equal, and stores one; Lightning trainers check it when another number
