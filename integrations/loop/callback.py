@@ -177,7 +177,7 @@ class CheckpointCallback:
             fast disk.
         reuse_unchanged:
 
-    Args: how a run resumes
+    Args: what a resume does
         resume: ``"auto"`` resumes if there is a checkpoint (``"latest"``, ``"last"`` and True are the same),
             ``"must"`` raises if there is none, and ``"never"`` raises if there is one. A number resumes from that
             step, ``"best"`` from the one that ``best_fn`` ranks first. Later steps are kept until the run saves them
