@@ -1,7 +1,7 @@
 """Hugging Face iterable datasets, alone or in a torchdata loader: how a resume loads their states.
 
-All iterators of an epoch of such a dataset begin at its last state. So a resume passes it a state that only its next
-iterator uses. Nothing is imported: a dataset is recognised by the name of its class.
+All iterators that such a dataset creates in an epoch start at its last loaded state. So a resume passes it a state
+that only its next iterator uses. Nothing is imported: a dataset is recognised by its class name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in a torchda
 
 
 class _Start(dict[str, Any]):
-    """A dataset state that only the next iterator uses, as it empties itself once read."""
+    """A dataset state that only the next iterator uses, because it empties itself when it has been read."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if key == _STREAM:  # read last by an iterator
+        if key == _STREAM:  # the key that an iterator reads last
             self.clear()
         return value
 
@@ -78,7 +78,7 @@ def _streamed(source: Any) -> Any | None:
 
 
 def _epochs_of(state: Any) -> Iterator[int]:
-    """Yield the epochs in the state of a dataset, or of each loader worker (all are equal)."""
+    """Yield the epochs in a dataset's state, or in each loader worker's state (all are equal)."""
     if isinstance(state, dict):
         if state.keys() == {_STREAM, "epoch"}:
             yield state["epoch"]

@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 
 
 class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
-    """:class:`holdfast.CheckpointCallback` for ``model.fit``: saves model and optimizer, resumes, ends at SIGTERM.
+    """:class:`holdfast.CheckpointCallback` for ``model.fit``: saves model and optimizer, resumes, stops on SIGTERM.
 
     ::
 
@@ -35,22 +35,22 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         sys.exit(checkpoint.exit_status)
 
     A step is a batch. The end of an epoch is saved after its validation, with the metrics of the epoch, such as
-    ``val_loss``. A run that resumes there continues bit for bit, if its data depends on nothing but the global random
+    ``val_loss``. A run that resumes there continues bit for bit if its data depends only on the global random
     generators of Python, numpy and torch, and on ``extras``. Steps within an epoch are saved at a preemption and by
-    ``save_interval_steps``. ``fit`` cannot begin within an epoch: a run that resumes there draws the data of that epoch
-    from its beginning, and a warning says how many batches are repeated.
+    ``save_interval_steps``. Because ``fit`` cannot start within an epoch, a run that resumes there reads the data of
+    that epoch from the beginning, and a warning says how many batches are repeated.
 
     Args:
-        directory: Where the checkpoints go: a path or a URL.
-        every_n_epochs: Save at the end of every epoch whose number is a multiple of this. None saves at no end of an
-            epoch: then, another option says when.
+        directory: Where to save the checkpoints: a path or a URL.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this. None saves at the end of no
+            epoch; another option then determines when to save.
         extras: What else to save and restore, by name: whatever ``holdfast.CheckpointCallback`` takes as an extra, such
-            as a generator of data that has ``get_state`` and ``set_state``.
+            as a data generator that has ``get_state`` and ``set_state``.
         **options: All other options of ``holdfast.CheckpointCallback``.
 
     Raises:
         OptionError: Keras is not installed, or the value of an option is invalid.
-        StateError: From ``fit``: it begins with another epoch than the checkpoint; pass ``initial_epoch``.
+        StateError: Raised by ``fit`` if it does not begin with the checkpoint's epoch; pass ``initial_epoch``.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         self._began = False
         self._epoch = 0  # number of finished epochs
         self._begin_of_epoch = 0  # step at the start of the epoch
-        self._waiting: tuple[int, Any] | None = None  # unreported (batch, logs), maybe the epoch's last
+        self._waiting: tuple[int, Any] | None = None  # unreported (batch, logs), perhaps of the epoch's last batch
 
     @property
     def loop(self) -> LoopCallback:
-        """The training loop callback, for everything else: its manager, ``should_stop``, ``proof``."""
+        """The training loop callback, which provides everything else: its manager, ``should_stop``, ``proof``."""
         return self._loop
 
     @property
@@ -135,7 +135,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         self._report_waiting()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Report a batch, unless it may be the last of its epoch."""
+        """Report the batch, unless it may be the last of its epoch."""
         self._waiting = batch, logs
         steps = self.params.get("steps")
         if steps is not None and batch + 1 < steps:
@@ -143,7 +143,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the last batch of an epoch, after its validation."""
-        if self._waiting is None:  # already reported, which stopped the run
+        if self._waiting is None:  # already reported, and that report has stopped the run
             return
         batch, self._waiting = self._waiting[0], None
         self.model.reset_metrics()  # as at the start of the next epoch, and of a resume

@@ -99,7 +99,7 @@ class CallbackOptions(CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions(CallbackOptions, ProgramPolicies):
-    """Options that only a program can pass to a callback: further manager options, and rules for a resume."""
+    """Options that can be set only in code: further manager options, and rules for a resume."""
 
     clock: Clock | None = None
     metadata: Mapping[str, Any] | None = None
@@ -116,7 +116,7 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
         if self.hyperparameters not in ("saved", "program"):
             raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
         super().__post_init__()
-        self.manager_options()  # This checks the options of the manager.
+        self.manager_options()  # This also checks the manager's options.
 
 
 def epoch_reason(every: int | None, finished: int | None) -> str | None:

@@ -1,8 +1,8 @@
 """The state codec: encodes trees of arrays, objects and plain values so that they load without a template.
 
-Without a template, a checkpoint loads as numpy arrays. So each torch or jax array is wrapped in a dict that names
-its library. A named tuple or dataclass is wrapped in a dict that names its class, which the program must have defined
-already: nothing is imported, and no constructor is called.
+Without a template, all arrays in a checkpoint load as numpy arrays. So each torch or jax array is wrapped in a dict
+that names its library. A named tuple or dataclass is wrapped in a dict that names its class, which the program must
+have defined before loading: nothing is imported, and no constructor is called.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
-_SAVED = "torch.save"  # dict key for an object as bytes from torch.save, which loads without running code
+_SAVED = "torch.save"  # dict key for an object as bytes from torch.save; loading them runs no code
 _BYTES = "holdfast.bytearray"  # dict key for a bytearray's content
 _PAIRS = "holdfast.pairs"  # dict key for the items of a dictionary with keys other than str and int
-_CLASS = "holdfast.class"  # dict key for a class name; the next key has its fields
+_CLASS = "holdfast.class"  # dict key for a class name; the values are under the next key
 _FIELDS = "fields"
 _SEQUENCES = (list, tuple, deque)
-_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of encoded instances, by name
+_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of encoded instances, keyed by name
 
 
 def is_plain(value: object) -> bool:
-    """True if a value consists only of plain data, without arrays or objects."""
+    """True if a value consists only of plain data, that is, it contains no arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -52,7 +52,7 @@ def encode_plain(value: Any) -> Any:
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, encoded so that `decode_state` can restore arrays of the same libraries."""
+    """Return a snapshot of a tree, encoded so that `decode_state` can restore arrays in their own libraries."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -83,7 +83,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Encode a torch.dtype, sparse tensor or the like with torch.save; return it unchanged if it would not load."""
+    """Encode a torch.dtype, sparse tensor or the like with torch.save; return it unchanged if it cannot be loaded."""
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value
@@ -91,18 +91,18 @@ def _saved_by_torch(value: Any) -> Any:
     try:
         torch.save(value.detach() if is_torch_tensor(value) else value, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-    except Exception:  # torch raises many kinds of errors; a later error about the leaf replaces them
+    except Exception:  # torch raises many kinds of errors; the leaf is refused later with a clear message
         return value
     return {_SAVED: content.getvalue()}
 
 
 def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Convert the items of a dictionary, list, tuple or deque, and keep its type."""
+    """Convert the items of a dictionary, list, tuple or deque, and return a container of the same type."""
     if type(value) is deque:
         return deque(map(convert, value), value.maxlen)
     if not isinstance(value, dict):
         return type(value)(map(convert, value))
-    # A copy keeps the type and order; items are assigned, as Counter.update() would add to them.
+    # A copy keeps the type and order; items are assigned because Counter.update() would add to their counts.
     copied = {} if type(value) is dict else value.copy()
     for key, item in value.items():
         copied[key] = convert(item)
@@ -110,7 +110,7 @@ def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def decode_state(value: Any) -> Any:
-    """Decode the result of :func:`encode_state`, as loaded without a template."""
+    """Decode the result of :func:`encode_state` after it has been loaded without a template."""
     if isinstance(value, dict):
         if value.keys() == {_TORCH} or value.keys() == {_TORCH, STRIDES}:
             tensor = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
@@ -133,12 +133,12 @@ def decode_state(value: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """Convert a key back to its form before the save, which turned tuples into lists."""
+    """Convert a loaded key back to a hashable one, because a save turns tuples into lists."""
     return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
 def instance_of(cls: Any, fields: Mapping[str, Any]) -> Any | None:
-    """Create a named tuple or dataclass with these fields without running its code; None if they do not fit."""
+    """Create a named tuple or dataclass with these fields, running none of its code; None if they do not fit."""
     if not isinstance(cls, type):
         return None
     if issubclass(cls, tuple):

@@ -1,4 +1,4 @@
-"""Pytree containers: which values are containers, what their children are, and how to rebuild them."""
+"""Pytree containers: determines which values are containers, what their children are, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-# Default factories (of a defaultdict) that a document can name; others are not stored.
+# Default factories of defaultdicts that a document can name; others are not stored.
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
@@ -41,7 +41,7 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
         number, variables = objects.state_of(value)
         build = partial(objects.build, number, list(variables))
         return Contents("node", list(variables), list(variables.values()), build, class_name(value))
-    # Built-in types are skipped, as only other classes can be registered with jax.
+    # Built-in types are skipped, because only other classes can be registered with jax.
     is_registrable = type(value).__module__ != "builtins" and loaded("jax") is not None
     if is_registrable and (contents := _open_registered(value)) is not None:
         return contents
@@ -69,7 +69,7 @@ def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]
 
 
 def build_counter(pairs: Iterable[tuple[Any, Any]]) -> Any:
-    """Build a Counter from pairs, which its constructor would count instead."""
+    """Build a Counter from (key, count) pairs; its constructor would count the pairs themselves."""
     return Counter(dict(pairs))
 
 
@@ -79,7 +79,7 @@ def _open_mapping(value: Any, kind: str, make: Callable[[Any], Any], label: str 
 
 
 def _open_ordered(value: Any) -> Contents:
-    if value.__dict__:  # such as the _metadata attribute of torch state dicts, with module versions
+    if value.__dict__:  # such as the _metadata attribute of torch state dicts, which holds module versions
         keys = list(value)
         return Contents("ordered_dict", keys, list(value.values()), partial(_copied, value, operator.setitem, keys))
     return _open_mapping(value, "ordered_dict", OrderedDict)
@@ -108,7 +108,7 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
 
 
 def opens_as(subclass: type, kind: str) -> None:
-    """Treat a dict or list subclass as a container of that kind, even if it is registered with jax."""
+    """Treat a dict or list subclass as a container of the given kind, even if it is registered with jax."""
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
@@ -120,20 +120,20 @@ def is_nnx(value: object) -> bool:
     """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
-    # The common base class of Module, Optimizer and Rngs, whose name differs between releases.
+    # The common base class of Module, Optimizer and Rngs; its name differs between flax releases.
     base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
     return isinstance(value, (base, nnx.Module, nnx.Optimizer)) and not isinstance(value, nnx.Variable)
 
 
 class NnxObjects:
-    """The nnx objects of one tree. A shared variable belongs to the first object that has it, also after a load."""
+    """The nnx objects in one tree. A shared variable belongs to the first object that has it, even after a load."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._copies: Any = None
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
-        """Return an object's index in the tree, and by key its variables that no earlier object has."""
+        """Return an object's index in the tree, and a dict from key to each variable that no earlier object has."""
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
@@ -150,7 +150,7 @@ class NnxObjects:
 
 
 def _has_own_children(value: tuple[Any, ...]) -> bool:
-    """True if a named tuple is registered with jax so that its children are not its fields."""
+    """True if a named tuple is registered with jax in such a way that its children are not its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 
@@ -190,7 +190,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    # Copied, not constructed: a constructor may recompute fields, or lack arguments for some.
+    # Copied, not constructed: a constructor may recompute fields, or have no arguments for some of them.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
         assign(built, key, value)

@@ -1,4 +1,4 @@
-"""Describes the leaves of a tree for storage, and reports all that cannot be stored in one error."""
+"""Describes the leaves of a tree for storage, and raises one error that lists all leaves that cannot be stored."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
 
 def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int = 0) -> list[ArrayLeaf | ValueLeaf]:
-    """Describe leaves for storage. All device-to-host copies are started before the first is awaited.
+    """Describe leaves for storage. All device-to-host copies start before the first one is awaited.
 
-    With ``pinned_bytes``, a snapshot of the leaves must follow: it copies the arrays on accelerators, through at most
-    this many bytes of pinned memory.
+    With ``pinned_bytes``, the caller must then take a snapshot of the leaves, which copies the arrays on accelerators
+    using at most this many bytes of pinned memory.
     """
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
@@ -54,8 +54,8 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
-    """Start the required copies of values to the host; return for each type a function that describes its values."""
-    types = dict(zip(map(type, values), values, strict=True))  # one example per type, as a tree has few types
+    """Start the required copies of values to the host; return a dict from each type to a function that describes it."""
+    types = dict(zip(map(type, values), values, strict=True))  # one example per type, because a tree has few types
     libraries = {kind: library_of(value) for kind, value in types.items()}
     of_jax = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(types[kind])}
     of_torch = {kind for kind, name in libraries.items() if name == "torch"}
@@ -100,7 +100,7 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return pairs of names: a jax array on the host, and a leaf that shares its memory and may still change.
+    """Return pairs of leaf names: a jax array on the host, and a leaf that shares its memory and may still change.
 
     Neither jax nor numpy reports such sharing; the addresses reveal it if both arrays are leaves.
     """
@@ -164,10 +164,10 @@ def _refuse(value: Any) -> ArrayLeaf:
 
 
 class TakenLeaves(NamedTuple):
-    """The leaves of a tree that matches an earlier one, in the order of the positions in `KnownLeaves`."""
+    """The leaves of a tree that matches an earlier tree, in the order of the positions in `KnownLeaves`."""
 
-    tensors: list[Any]  # these are copied
-    arrays: list[Any]  # these are copied
+    tensors: list[Any]  # to be copied
+    arrays: list[Any]  # to be copied
     held: list[Any]  # jax arrays on the host (`HostCopies`), then Python values; see `KnownLeaves.held_leaf`
     others: list[ArrayLeaf | ValueLeaf]
 
@@ -175,9 +175,9 @@ class TakenLeaves(NamedTuple):
 class KnownLeaves:
     """Facts about the leaves of a tree, to recognise later trees with matching leaves.
 
-    Most leaves are of a few kinds: these are checked together, and keep their descriptions. The others are described
-    again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says which leaves
-    are copied whole, to one contiguous array.
+    Most leaves are of a few kinds: these are checked together, and their descriptions are reused. All others are
+    described again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says
+    which leaves are copied whole, to one contiguous array.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class KnownLeaves:
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
-            return None  # the caller describes all leaves again, to list every problem
+            return None  # the caller describes all leaves again, so that the error lists every problem
         if list(map(_facts, others)) != self._others:
             return None
         return TakenLeaves(tensors, arrays, [*copies.wait(), *plain], others)
@@ -240,7 +240,7 @@ class KnownLeaves:
         return [*self.whole, *self.plain]
 
     def held_leaf(self, position: int, value: Any) -> ArrayLeaf | ValueLeaf:
-        """Describe a leaf that is held instead of copied."""
+        """Describe a leaf that is held rather than copied."""
         details = self._held.get(position)
         return describe_python(value) if details is None else ArrayLeaf.of(np.asarray(value), details)
 
@@ -261,7 +261,7 @@ def _kind(value: Any) -> str:
 
 
 def _facts(leaf: ArrayLeaf | ValueLeaf) -> tuple[Any, ...] | None:
-    """Return an array's description without its elements; None for other values."""
+    """Return the description of an array without its elements; None for other values."""
     if isinstance(leaf, ValueLeaf):
         return None
     boxes = [(piece.start, piece.array.shape) for piece in leaf.pieces]

@@ -1,14 +1,14 @@
 """Torch tensors on accelerators, and their asynchronous copies into pinned host memory.
 
-The copies run on the device while the program continues. Their rules:
+The copies run on the device while the program continues. They follow these rules:
 
 - They run in a separate stream, which waits for everything that the program has started on the device.
-- All copies are started before the host waits for one, and it reads the first while the others are under way.
+- All copies are started before the host waits for any, and it reads the first while the others are in progress.
 - What the program starts later, such as the next step of the optimizer, waits for them on the device. The program
   itself does not wait.
-- The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not reused.
+- The host reads a copy only after `Arrival.wait`. Until then, the tensor is kept alive so its memory is not reused.
 
-If no more memory can be pinned, or copies cannot be started, they are done before the call returns. Work that the
+If no more memory can be pinned, or copies cannot be started, copying finishes before the call returns. Work that the
 program starts in streams other than its current and the default one must wait for one of these, as usual in torch.
 """
 
@@ -32,17 +32,17 @@ _logger = logging.getLogger("holdfast")
 
 ACCELERATORS = {"cuda"}  # device types with such copies; each is also the name of a torch module
 
-# A power of two, as torch rounds pinned allocations up to one, so that no memory is wasted.
+# A power of two, because torch rounds pinned allocations up to one and memory would be wasted otherwise.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
-LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not split to fill a smaller rest of a block
+LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not split to fill less remaining space than this in a block
 _SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
 FIRST_BYTES = 256 << 20  # bytes covered by the first wait; each later wait covers twice as many, as waits are costly
 
 
 class DeviceArray:
-    """Elements on an accelerator, in place of a host array until a snapshot copies them.
+    """Elements on an accelerator; takes the place of a host array until a snapshot copies them.
 
     The tensor has elements of the same size as the dtype, and neither a gradient nor a conjugate bit.
     """
@@ -79,7 +79,7 @@ def is_copied_later(tensor: Any) -> bool:
 
 
 class Copy(NamedTuple):
-    """A copy to be made: contiguous host array as target, elements on the device, and index of their leaf."""
+    """A copy to be made: its contiguous target on the host, the elements on the device, and their leaf's index."""
 
     target: NDArray[Any]
     source: DeviceArray
@@ -91,12 +91,12 @@ class Arrival:
 
     def __init__(self) -> None:
         self.events: list[tuple[int, Any]] = []  # (index of the first leaf covered, event)
-        self.held: list[Any] = []  # copy sources, kept alive as foreign memory may be freed with its last tensor
+        self.held: list[Any] = []  # copy sources, kept alive because foreign memory may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies; yield now and then the number of leaves, counted from the first, that have arrived.
+        """Wait for the copies; repeatedly yield how many leaves, counted from the first, have arrived so far.
 
-        If a copy fails, raise RuntimeError once no copy is in progress any more.
+        If a copy has failed, raise RuntimeError once no copies are in progress.
         """
         errors: list[RuntimeError] = []
         self.events.sort(key=operator.itemgetter(0))
@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Yield the parts of a piece, each with its target memory, which is pageable if no more can be pinned."""
+        """Yield the parts of a piece, each with its target memory, which is pageable if no more of it can be pinned."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Return how many bytes are free in the current block, or in the next if too few are; 0 without a block."""
+        """Return how many bytes are free in the current block, or in the next if it is too full; 0 without a block."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
@@ -182,7 +182,7 @@ class PinnedMemory:
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self._limit = self.nbytes  # do not try again
-            # Only the text: a log handler that keeps records would keep the error's frames, and with them the snapshot.
+            # Log only the text: a handler that keeps records would keep the error's frames alive, and so the snapshot.
             text = str(error)
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
@@ -191,7 +191,7 @@ class PinnedMemory:
         return True
 
     def _tensor_over(self, start: int, nbytes: int) -> Any | None:
-        """Return bytes at an address as a slice of their block, which torch knows is pinned; None if not pinned."""
+        """Return bytes at an address as a slice of their block, which torch knows to be pinned; None if not pinned."""
         number = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
         if number < 0:
             return None
@@ -201,7 +201,7 @@ class PinnedMemory:
 
     def start(self, copies: Sequence[Copy]) -> Arrival:
         """Start copies. Copies to unpinned memory are already complete on return."""
-        with contextlib.suppress(RuntimeError):  # an error of the previous save does not matter here
+        with contextlib.suppress(RuntimeError):  # an error from the previous save does not matter here
             self._last.wait()  # an interrupted save may not have waited for its copies
         arrival = self._last = Arrival()
         devices: dict[Any, list[_Started]] = {}
@@ -261,13 +261,13 @@ class PinnedMemory:
                         _over(run[0].target, run[0].source).copy_(run[0].source, non_blocking=True)
                     nbytes += sum(copy.target.numel() for copy in run)
         finally:
-            # Even after an error, copies in progress must end before the program changes the arrays.
+            # Even after an error, copies in progress must finish before the program changes the arrays.
             last = mark()
             for stream in program:
                 stream.wait_event(last)
 
     def _gather(self, device: Any, run: Sequence[_Started]) -> None:
-        """Copy small tensors with adjacent targets at once: they are joined on the device in the host layout."""
+        """Copy small tensors with adjacent targets at once, by joining them on the device in the host layout."""
         first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}

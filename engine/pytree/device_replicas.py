@@ -1,4 +1,4 @@
-"""Checks replicated jax arrays: whether all devices really hold the same values.
+"""Checks whether all devices really hold the same values of replicated jax arrays.
 
 ``shard_map`` without its check, for example, returns an array that each device may have computed from its own data. A
 save writes one replica, and a restore copies it to all devices.
@@ -22,8 +22,8 @@ _EVEN = 0x3C6EF372  # even, so that the checksum's word weights are odd and any 
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Yield the names of jax arrays whose replicas differ bitwise among the devices of this process.
 
-    With each come the devices that hold the replica that a save writes, and the devices that hold others. Each device
-    computes a checksum of its replica.
+    Each name comes with the devices that hold the replica that a save writes, and those that hold different ones.
+    Each device computes a checksum of its replica.
     """
     if loaded("jax") is None:
         return
@@ -48,11 +48,11 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
 
 
 def _checksums(replicas: Sequence[Any]) -> Any:
-    """Return a scalar array that holds on each device the checksum of the device's replica."""
+    """Return a scalar array whose value on each device is the checksum of that device's replica."""
     mesh = jax.sharding.Mesh(np.array([next(iter(replica.devices())) for replica in replicas]), "replicas")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
-    # Set explicitly, as the program may have set another mesh.
+    # Set explicitly, because the program may have set another mesh.
     use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", nullcontext)
     with use_mesh(mesh):
         return _compiled()(array)

@@ -1,8 +1,8 @@
 """Tree documents: the containers and leaves of a tree as JSON, for ``tree.json``.
 
-A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. The documents of the
-leaves follow in a list. A document that many leaves share is stored once, under "facts", and the list has its number.
-Keys that are str are escaped as in the leaves' names, which keeps lone surrogates out of JSON and distinguishes ``"1"``
+A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. A list of the leaf
+documents follows. A document that many leaves share is stored once, under "facts", and the list refers to its number.
+Keys of type str are escaped as in leaf names, which keeps lone surrogates out of JSON and distinguishes ``"1"``
 from ``1``; keys that are tuples are lists. A document never names code to run.
 """
 
@@ -43,7 +43,7 @@ class TreeDocument(NamedTuple):
         return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
 
     def below(self, segments: Sequence[str]) -> TreeDocument:
-        """Return the container at a path, which must exist, given its escaped keys as in leaf names."""
+        """Return the container at a path, which must exist; its keys are escaped as in leaf names."""
         node = self.structure
         for segment in segments:
             assert node is not None
@@ -54,8 +54,8 @@ class TreeDocument(NamedTuple):
 def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tree = None if structure is None else _encode_node(structure)
     facts: list[dict[str, Any]] = []
-    entries: dict[int, dict[str, Any] | int] = {}  # by id, as leaves share documents
-    equal: dict[str, int] = {}  # by content, so that the output does not depend on which leaves share an object
+    entries: dict[int, dict[str, Any] | int] = {}  # keyed by id, because leaves share documents
+    equal: dict[str, int] = {}  # keyed by content, so that the output does not depend on which leaves share an object
     identities = list(map(id, leaf_documents))
     for identity, document in dict(zip(identities, leaf_documents, strict=True)).items():
         if _has_value(document):
@@ -91,14 +91,14 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return a document with only the leaves that match patterns, and their positions in the tree.
 
-    Other leaves are skipped without creating an object for each. A pattern that matches nothing is an error.
+    All other leaves are skipped without creating an object for each. A pattern that matches nothing is an error.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:
         tree = lookup.below(document["tree"], [(pattern, pattern.begin) for pattern in lookup.unmatched], 0)
         leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        lookup.numbers = []  # a bare leaf, or damage that decoding the whole document below reports
+        lookup.numbers = []  # a bare leaf, or damage, which decoding the whole document below will report
     if lookup.unmatched or not lookup.numbers:
         names = from_document(document)[0]
         choose(names, patterns)
@@ -106,7 +106,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-_Progress = Sequence[tuple[Pattern, Collection[int]]]  # each pattern with the positions that a path has reached in it
+_Progress = Sequence[tuple[Pattern, Collection[int]]]  # each pattern, with the positions that a path has reached in it
 
 
 class _Lookup:
@@ -115,7 +115,7 @@ class _Lookup:
     def __init__(self, patterns: Sequence[Pattern]) -> None:
         self.unmatched = list(patterns)
         self.numbers: list[int] = []
-        self._counts: dict[int, int] = {}  # number of leaves below each container, by id
+        self._counts: dict[int, int] = {}  # number of leaves below each container, keyed by id
 
     def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
         """Return a container with only its matching leaves, or None if there are none; ``number`` leaves precede it."""
@@ -238,7 +238,7 @@ def _decode_keys(stored: Any, name: str, decoded: _Keys) -> tuple[list[Key], lis
 
 
 def _decode_key(stored: Any) -> tuple[Key, str]:
-    """Decode a key; return it with the segment that it adds to leaf names."""
+    """Decode a key; return it and the segment that it adds to leaf names."""
     if isinstance(stored, str):
         return unescape_key(stored), stored
     if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:
@@ -281,7 +281,7 @@ def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None
 
 
 def _select(node: TreeDef, flags: Any) -> TreeDef | None:
-    """Return a container with only the chosen leaves, or None if none are chosen."""
+    """Return a container with only the chosen leaves, or None if no leaf is chosen."""
     kept: dict[int, TreeDef | None] = {}
     for index, child in enumerate(node.children):
         if child is None:

@@ -1,4 +1,4 @@
-"""Flattens trees into named leaves and containers, and unflattens them again."""
+"""Flattens trees into named leaves and containers, and unflattens them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .names import escape_first, escape_keys, format_path
 # numpyro states use them for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
-MAX_DEPTH = 200  # container levels; deeper trees are refused, as code that walks trees (JSON included) recurses
+MAX_DEPTH = 200  # container levels; deeper trees are refused, because code that walks trees (JSON included) recurses
 
 _LARGEST_KEY = 1 << 63  # integer keys must fit 64 bits
 _DEEPEST_KEY = 8  # maximum tuple nesting in a key
@@ -72,20 +72,20 @@ class TreeDef:
 @dataclass(slots=True)
 class Flattened:
     names: list[str]  # leaf names, all different
-    values: list[Any]  # the leaves, in the same order
+    values: list[Any]  # leaves, in the order of the names
     structure: TreeDef | None  # the containers; None if the tree is a bare leaf
 
 
 def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     """Take a tree apart into leaves, names and containers.
 
-    Containers are dict and its subclasses and other mappings (keys as in `Key`, in their own order), list, tuple,
-    deque, namedtuple, dataclasses, and every type that is registered with jax. None is a leaf, and so is every other
-    value, of any type; `describe` refuses those that cannot be saved.
+    Containers are dict, its subclasses and other mappings (with keys as in `Key`, in their own order), list, tuple,
+    deque, named tuples, dataclasses, and all types registered with jax. None and values of any other type are
+    leaves; `describe` refuses those that cannot be saved.
 
     Instances of `leaf_types` are leaves even if they are containers. The structure may refer to the containers
-    themselves: to let their arrays be freed, keep the document made from it instead. One error names every key that is
-    no `Key`, every container that contains itself, and every container below `MAX_DEPTH` levels.
+    themselves: to let their arrays be freed, keep the document made from it instead. A single error names every key
+    that is no `Key`, every container that contains itself, and every container nested deeper than `MAX_DEPTH`.
     """
     walk = _Walk(leaf_types)
     with collection_paused():
@@ -141,12 +141,12 @@ class _Walk:
 
 
 def is_leaf(value: Any) -> bool:
-    """True for arrays, scalars and the like, which are never opened even if iterable or registered with jax."""
+    """True for arrays, scalars and the like, which are leaves even if they are iterable or registered with jax."""
     kind = type(value)
     if kind in _LEAF_TYPES:
         return True
     if isinstance(value, PLAIN):
-        return True  # subclasses are not cached, as a program may create any number of classes
+        return True  # subclasses are not cached, because a program may create any number of them
     library = library_of(value)
     # Tracers, keys and the program's own classes are not cached either.
     if library in ("jax", "torch") and kind.__module__.startswith(("jaxlib", "torch")):
@@ -216,7 +216,7 @@ def _build(node: TreeDef, values: Any) -> Any:
 class Outline:
     """The containers and keys of a tree, to recognize later trees of the same structure.
 
-    It refers to keys and class names only, neither to leaves nor to containers.
+    It refers only to keys and class names, not to leaves or containers.
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
@@ -225,7 +225,7 @@ class Outline:
     def leaves_of(self, tree: Any) -> list[Any] | None:
         """Return the leaves of a tree in the order of `flatten`; None if its containers differ.
 
-        A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
+        A value in the place of a leaf is returned unchecked, even if it is a container, so compare its type.
         """
         if self.structure is None:
             return [tree]
@@ -238,7 +238,7 @@ _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_
 
 
 class _Container(TreeDef):
-    """A container of an outline. It has no real build function, as that might keep arrays alive."""
+    """A container in an outline. It has no real build function, because that might keep arrays alive."""
 
     __slots__ = ("are_leaves", "type", "type_of", "types")
 
@@ -246,7 +246,7 @@ class _Container(TreeDef):
         children: list[TreeDef | None] = [None if child is None else _Container(child) for child in node.children]
         super().__init__(node.kind, None if node.keys is None else [*node.keys], children, list, node.label)
         self.type = _EXACT.get(node.kind) if node.label is None else None
-        # Types are compared as well, as 1, True and np.int64(1) are equal.
+        # Types are compared as well, because 1, True and np.int64(1) are equal.
         self.type_of = _types_in if node.keys is not None and any(isinstance(key, tuple) for key in node.keys) else type
         self.types = None if node.keys is None else list(map(self.type_of, node.keys))
         self.are_leaves = all(child is None for child in children)
@@ -292,7 +292,7 @@ _was_enabled = False
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause automatic garbage collection inside the block, in all threads.
+    """Pause automatic garbage collection in all threads while the block runs.
 
     Ten thousand leaves create some thirty thousand objects, none of them garbage. With a framework loaded, the full
     collections that this triggers take several times as long as the work itself.
@@ -313,7 +313,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def _end_pauses() -> None:
-    """Resume garbage collection in a forked process, which lacks the threads that paused it."""
+    """Resume garbage collection in a forked process, because the threads that paused it do not exist there."""
     global _holders
     if _holders and _was_enabled:
         gc.enable()
@@ -396,7 +396,7 @@ def _mixed(items: list[Any]) -> NDArray[Any]:
     values = np.fromiter(items, "<f8", len(items))
     bits = values.view("<i8")
     is_integer = types != codes[float]
-    exact = is_integer & (np.abs(values) < 1 << 53)  # integers that a float represents exactly
+    exact = is_integer & (np.abs(values) < 1 << 53)  # integers that a float can represent exactly
     bits[exact] = values[exact].astype("<i8")
     rest = np.flatnonzero(is_integer & ~exact)
     bits[rest] = np.array([items[index] for index in rest.tolist()], "<i8")
@@ -404,7 +404,7 @@ def _mixed(items: list[Any]) -> NDArray[Any]:
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
-    """Pack every long number sequence in a tree; containers without any stay the same objects."""
+    """Pack every long number sequence in a tree; containers without such sequences are returned as they are."""
     packed = pack_numbers(tree)
     if packed is not None:
         return packed

@@ -1,7 +1,7 @@
 """Host leaves: numpy arrays, numpy scalars and plain Python values.
 
-Numbers that fit an array element become 0-d arrays, which every tool can read. Other Python values become JSON that
-restores exactly the same value.
+Numbers that fit into an array element become 0-d arrays, which every tool can read. Other Python values become JSON
+from which exactly the same value can be restored.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Convert an array to native byte order, without a copy if it already has it."""
+    """Convert an array to native byte order; an array that already has it is not copied."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -88,7 +88,7 @@ def describe_numpy(value: Any) -> ArrayLeaf:
             check_storable(value.dtype)
             # value.dtype, not the array's: numpy widens empty text to one character.
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-        # Checked late, as numpy imports its masked array module on first use, which takes longer than a small save.
+        # Checked late, because numpy then imports its masked array module, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
         value = np.asarray(value)
@@ -102,7 +102,7 @@ def is_python_value(value: object) -> bool:
 
 
 def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
-    """Describe a Python value. Subclass instances (such as enum members) count as the plain values that they equal."""
+    """Describe a Python value. Subclass instances (such as enum members) are treated as the equal plain values."""
     for kind, (details, dtype) in _NUMBERS.items():
         if isinstance(value, kind):
             if kind is int and int(value) not in INT64:
@@ -129,7 +129,7 @@ def decode_bytes(kind: str, array: NDArray[Any], name: str) -> str | bytes:
 
 
 def encode_value(value: Any) -> Details:
-    """Encode a Python value as JSON; floats are written in hexadecimal, as JSON has no NaN."""
+    """Encode a Python value as JSON; floats are written in hexadecimal, because JSON has no NaN."""
     if value is None:
         return {"kind": "none"}
     if isinstance(value, str):
@@ -153,7 +153,7 @@ def encode_value(value: Any) -> Details:
         for element in value:
             if not is_python_value(element) or isinstance(element, set | frozenset):
                 raise LeafProblem(f"is a {type(value).__name__} with an element of type {type(element).__name__}")
-        elements = sorted(map(encode_value, value), key=repr)  # sorted, so that equal sets give equal documents
+        elements = sorted(map(encode_value, value), key=repr)  # sorted, so that equal sets result in equal documents
         return {"kind": "frozenset" if isinstance(value, frozenset) else "set", "value": elements}
     raise LeafProblem(f"is of type {type(value).__name__}")
 

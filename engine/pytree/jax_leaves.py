@@ -1,8 +1,8 @@
-"""JAX array and typed PRNG key leaves: how they are described for saving, and created from host arrays on loading.
+"""JAX array and typed PRNG key leaves: describes them for saving, and creates them from host arrays on loading.
 
 A host view of a jax array is a snapshot: jax arrays never change, and while such a view is alive on the CPU, an array
 that is donated or deleted keeps its memory. When loading to the CPU, jax takes over memory that is aligned to 64 bytes
-without a copy; no code may write to it any more.
+without a copy, so no code may write to it afterwards.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def is_key(value: Any) -> bool:
 
 
 def is_tracer(value: Any) -> bool:
-    """True if a jax array is a tracer, the stand-in for a value inside a transformation such as jit."""
+    """True if a jax array is a tracer, which stands in for a value inside a transformation such as jit."""
     return isinstance(value, jax.core.Tracer)
 
 
 class JaxDescriber:
-    """Describes the jax arrays of one tree; all device-to-host copies are started before the first is awaited.
+    """Describes the jax arrays in one tree; all device-to-host copies start before the first one is awaited.
 
     At most ``pinned_bytes`` of arrays are left in pinned memory, for a snapshot to read later.
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
         self._shardings: dict[int, _ShardingInfo] = {}
-        self._hosted: dict[int, list[Any]] = {}  # host copies of an array's parts, by id of the array
+        self._hosted: dict[int, list[Any]] = {}  # host copies of an array's parts, keyed by the array's id
         parts: list[tuple[int, Any]] = []
         if jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
             for value in values:
-                with contextlib.suppress(LeafProblem):  # raised again for the leaf
+                with contextlib.suppress(LeafProblem):  # raised again when the leaf is described
                     parts += [(id(value), part) for part in self._parts(self._data_of(value))]
         self._owners = [number for number, _ in parts]
         self._copies: HostCopies | None = HostCopies([part for _, part in parts], pinned_bytes)
@@ -84,7 +84,7 @@ class JaxDescriber:
         return self._described(value, self._fetched(value))
 
     def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
-        """Describe an array; ``hosted`` are the host copies of its parts, if they were copied already."""
+        """Describe an array; ``hosted`` holds the host copies of its parts, if they have been copied already."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
         try:
@@ -117,7 +117,7 @@ class JaxDescriber:
         return jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
 
     def _sharding(self, value: Any) -> _ShardingInfo:
-        """Return the cached facts of an array's sharding, as most arrays of a tree share a few sharding objects."""
+        """Return facts about an array's sharding, cached because most arrays in a tree share a few sharding objects."""
         sharding = value.sharding
         if id(sharding) not in self._shardings:
             details = {"kind": "jax", "sharding": _describe_sharding(sharding)}
@@ -139,7 +139,7 @@ class _ShardingInfo(NamedTuple):
 
 
 class WholeArrays:
-    """Facts of single-device arrays of this process, used to recognise matching arrays in later saves."""
+    """Facts about the single-device arrays of this process, used to recognise matching arrays in later saves."""
 
     _FACTS = attrgetter("dtype", "shape", "weak_type")
     _SHARDING = attrgetter("sharding")
@@ -168,7 +168,7 @@ class HostCopies:
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
         self._arrays = arrays
-        self._pinned: dict[int, Any] = {}  # pinned copies, by the position of the array
+        self._pinned: dict[int, Any] = {}  # pinned copies, keyed by the array's position
         self.pinned_bytes = pinned_bytes
         if not arrays or (jax.default_backend() == "cpu" and "cpu" not in PINNED_PLATFORMS):
             return
@@ -199,7 +199,7 @@ class HostCopies:
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not self._arrays:  # jax may not be imported
+        if not self._arrays:  # jax may not have been imported
             return []
         with jax.transfer_guard("allow"):
             if not pinned:
@@ -218,13 +218,13 @@ class HostCopies:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """True if elements have the same layout in every kind of memory; sub-byte dtypes may be packed in some."""
+    """True if elements have the same layout in every memory kind; sub-byte dtypes may be packed in some kinds."""
     return dtype.kind in "biufc" or dtype.itemsize > 1
 
 
 @lru_cache(maxsize=512)
 def _may_be_pinned(sharding: Any) -> bool:
-    """True if the arrays are in an accelerator's default memory and it supports copies to pinned host memory."""
+    """True if the arrays are in the default memory of an accelerator that supports copies to pinned host memory."""
     (device,) = sharding.device_set
     return (
         device.platform in PINNED_PLATFORMS
@@ -279,7 +279,7 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the parts into which a sharding divides an array, in ascending order, each with its processes."""
+    """Return the parts into which a sharding divides an array, in ascending order, each with its holders."""
     indices = sharding.devices_indices_map(shape)
     return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
@@ -338,7 +338,7 @@ class AbstractSharding(NamedTuple):
 
 def template_sharding(template: Any) -> Any:
     """Return the sharding to restore a template's array with; None leaves the choice to jax."""
-    # jax may move an uncommitted array freely; restoring it to a given device would commit it.
+    # jax may move an uncommitted array freely, but restoring it to a given device would commit it.
     sharding = template.sharding if getattr(template, "committed", True) else None
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
@@ -351,7 +351,7 @@ def template_sharding(template: Any) -> Any:
 
 
 def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
-    """Return the sharding on the saved mesh if its devices are available, or else on a mesh of all devices."""
+    """Return the sharding on the saved mesh if its devices are available, otherwise on a mesh of all devices."""
     mesh = abstract.sharding.mesh
     numbers = _saved_devices(saved, mesh)
     if numbers is not None:
@@ -411,7 +411,7 @@ def is_spread(sharding: Any) -> bool:
 
 @lru_cache(maxsize=512)
 def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
-    """Return the boxes that the devices of this process hold, and each device with the index of its box."""
+    """Return the boxes that the devices of this process hold, and pairs of each device and the index of its box."""
     indices = sharding.addressable_devices_indices_map(shape)
     numbers: dict[Box, int] = {}
     holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]
@@ -419,7 +419,7 @@ def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...
 
 
 def local_boxes(sharding: Any, shape: tuple[int, ...]) -> Sequence[Box] | None:
-    """Return the boxes of an array that this process needs for a sharding; None if one device holds all of it."""
+    """Return the boxes of an array that this process needs for a sharding; None if one device holds the whole array."""
     return _device_boxes(sharding, shape)[0] if is_spread(sharding) else None
 
 

@@ -1,4 +1,4 @@
-"""Pytree leaves: the library of each, its description for storage, and its description in a checkpoint."""
+"""Pytree leaves: finds the library that a leaf belongs to; defines leaf descriptions for storage and in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ..errors import OptionError, UnsupportedLeafError
 from .names import format_path
 
-# JSON facts about a leaf for ``tree.json``, with at least "kind". Shared between leaves, so never modified.
+# JSON facts about a leaf for ``tree.json``, at least its "kind". Leaves share them, so they are never modified.
 Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
-ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in the program
+ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in a program
 # Python number types by kind, narrowest first; such leaves are stored as 0-d arrays.
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
@@ -34,7 +34,7 @@ STATIC = "static"  # kind of functions in jax-registered objects, stored by name
 PLACEHOLDER = "placeholder"  # kind of leaves that another library saved by name only; their value is ``...``
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of leaves without data
 
-_LANDMARKS = {  # modules that `loaded` finds, with a name that each defines once fully imported
+_LANDMARKS = {  # modules that `loaded` finds, each with a name that it defines only once it is fully imported
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -46,7 +46,7 @@ _LANDMARKS = {  # modules that `loaded` finds, with a name that each defines onc
 def loaded(name: str) -> Any | None:
     """Return a module of the table above if the program has imported it, else None.
 
-    Classifying a leaf imports no framework: the leaf can belong to one only if the program has imported it.
+    Classifying a leaf imports no framework: a leaf can belong to a framework only if the program has imported it.
     """
     module = sys.modules.get(name)
     # A module that another thread is still importing lacks its names.
@@ -62,7 +62,7 @@ def required(name: str) -> Any:
 
 
 class _Framework:
-    """A lazily imported framework: the import happens when one of its names is first used."""
+    """A lazily imported framework: it is imported when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,7 +71,7 @@ class _Framework:
         if name.startswith("__"):  # looked up by code that inspects arbitrary objects
             raise AttributeError(name)
         value = getattr(sys.modules.get(self._name) or required(self._name), name)
-        if not isinstance(value, types.FunctionType):  # functions are not cached, as a program may patch them
+        if not isinstance(value, types.FunctionType):  # functions are not cached, because a program may patch them
             setattr(self, name, value)
         return value
 
@@ -146,7 +146,7 @@ class Piece:
     """A part of an array in host memory."""
 
     start: tuple[int, ...]  # index of its first element in the whole array, per axis
-    array: NDArray[Any]  # the elements, with any strides, perhaps read-only
+    array: NDArray[Any]  # elements, with any strides; may be read-only
 
     @property
     def box(self) -> Box:
@@ -182,7 +182,7 @@ class ArrayLeaf:
     shape: tuple[int, ...]  # shape of the whole array
     # Host views that cover this process's share of the array exactly once; all of the array if `parts` is None.
     pieces: list[Piece]
-    volatile: bool  # whether other code may still modify the memory of the pieces, so that they must be copied
+    volatile: bool  # whether other code may still modify the pieces' memory, so that they must be copied
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
     # facts specific to the kind, but neither dtype nor shape.
     details: Details
@@ -205,7 +205,7 @@ class ArrayLeaf:
 
 @dataclass(slots=True)
 class PinnedLeaf(ArrayLeaf):
-    """A leaf whose pieces are jax arrays in pinned host memory, not converted to numpy arrays yet."""
+    """A leaf whose pieces are jax arrays in pinned host memory that have not been converted to numpy arrays yet."""
 
     def to_numpy(self) -> None:
         """Copy the pieces to numpy arrays; called in the background."""
@@ -233,7 +233,7 @@ def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
 
 @dataclass(slots=True)
 class Saved:
-    """A leaf as described in a checkpoint."""
+    """A leaf as a checkpoint describes it."""
 
     details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json``: untrusted input
     dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
@@ -246,7 +246,7 @@ class Saved:
 
     @classmethod
     def of(cls, leaf: ArrayLeaf | ValueLeaf) -> Saved:
-        """Return the leaf as a checkpoint would describe it."""
+        """Return this leaf as a checkpoint would describe it."""
         return cls(leaf.details) if isinstance(leaf, ValueLeaf) else cls(leaf.details, leaf.dtype, leaf.shape)
 
     @property
@@ -263,7 +263,7 @@ class Saved:
 
     @property
     def is_number_array(self) -> bool:
-        """True for a packed number sequence that is stored as a plain array of its elements."""
+        """True for a packed number sequence whose elements are stored as a plain array."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
 
     @property
@@ -310,7 +310,7 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
 class LeafMetadata:
     """Kind, shape and dtype of a saved leaf, known without reading it.
 
-    In a template it stands for the leaf as it was saved (numpy arrays and Python values), of this shape and dtype.
+    In a template it stands for the leaf as saved (a numpy array or Python value), with this shape and dtype.
 
     Attributes:
         kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
@@ -349,7 +349,7 @@ _DEEPEST = 8  # maximum nesting of functions in functions
 def _name_of_code(value: Any, depth: int) -> str | None:
     wrapped = getattr(value, "__wrapped__", None)
     if type(value).__module__.partition(".")[0] in {"jax", "jaxlib"} and wrapped is not None and depth < _DEEPEST:
-        return _name_of_code(wrapped, depth + 1)  # as returned by jax.jit and jax.custom_jvp
+        return _name_of_code(wrapped, depth + 1)  # a wrapped function, as returned by jax.jit and jax.custom_jvp
     is_ufunc = isinstance(value, np.ufunc) or type(value).__module__ == "jax.numpy"
     is_builtin = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
     if isinstance(value, types.FunctionType):
@@ -360,7 +360,7 @@ def _name_of_code(value: Any, depth: int) -> str | None:
     elif not (is_ufunc or is_builtin or isinstance(value, type)):
         return None
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
-    # A library's private modules may change in its next version.
+    # A library's private modules may change between its versions.
     module = (getattr(value, "__module__", None) or type(value).__module__).partition("._")[0]
     return f"{module}:{name}"
 

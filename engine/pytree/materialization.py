@@ -1,8 +1,8 @@
-"""Creates leaves from stored values: as a template asks for, or without one as numpy arrays and Python values.
+"""Creates leaves from stored values: as the template requires, or, without one, as numpy arrays and Python values.
 
-A template may ask for a cast. A cast to integers or bool accepts only values that stay the same: no NaN, infinity or
-fraction, and none that would wrap around. A cast to floating or complex numbers rounds, but finite values stay finite,
-and NaN and infinities are kept.
+A template may ask for a cast. A cast to integers or bool accepts only values that do not change: no NaN, infinities or
+fractions, and no values that would wrap around. A cast to floating or complex numbers rounds, but finite values stay
+finite, and NaN and infinities are preserved.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     bad = np.asarray(result.astype(source.dtype) != source)
     for before, after in ((source, result), (result, source)):
         if before.dtype.kind == "b" or not _limits().iinfo(before.dtype).min:
-            bad |= after < np.zeros((), after.dtype)  # same bits, but read with another sign
+            bad |= after < np.zeros((), after.dtype)  # same bits, but interpreted with a different sign
     return bad
 
 
 def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
     info = _limits().iinfo(dtype)
-    # Both bounds are exact as floats, as they are zero or powers of two.
+    # Both bounds are exact as floats, because they are zero or powers of two.
     wide = source if source.dtype.kind == "f" and source.dtype.itemsize >= 8 else source.astype(np.float64)
     fits = (wide >= float(info.min)) & (wide < float(int(info.max) + 1)) & (np.trunc(wide) == wide)
     return np.asarray(~fits)
@@ -135,7 +135,7 @@ class Partition(NamedTuple):
     """The boxes of one array that this process needs."""
 
     boxes: Sequence[Box]  # boxes of the array that the template asks for
-    # For each, the box of the saved array to read; empty if the box is outside of the saved array.
+    # For each of them, the box to read from the saved array; empty if it lies outside of that array.
     stored: Sequence[Box]
 
 
@@ -157,9 +157,9 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
 
 
 def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] | None:
-    """Return the parts of a saved array that all processes of this program need for a template.
+    """Return the parts of a saved array that the processes of this program need for a template.
 
-    None if each process needs the whole array. Processes with the same template get the same result.
+    Return None if every process needs the whole array. Processes with the same template get the same result.
     """
     if template is None or template.dtype is None or template.shape is None or saved.shape is None:
         return None
@@ -178,14 +178,14 @@ def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] 
 
 
 def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
-    """Return a template's sharding with concrete devices."""
+    """Return the template's sharding on concrete devices."""
     if type(template.sharding) is not jax_leaves.AbstractSharding:
         return template.sharding
     return jax_leaves.on_saved_devices(template.sharding, saved.details)
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """Raised for a number that the template cannot hold, or an array that cannot be sharded as it asks."""
+    """Raised for a number that the template cannot hold, or an array that cannot be sharded as the template asks."""
 
 
 @collection_paused()
@@ -196,13 +196,13 @@ def materialize(
     names: Sequence[str],
     parts: Mapping[int, tuple[Partition, list[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
-    """Create the leaves from saved values; raise one error for all that cannot be created exactly as asked.
+    """Create leaves from saved values; raise a single error for all that cannot be created exactly as requested.
 
-    ``parts`` has the partition of each leaf that was not read whole, with its arrays, by the number of the leaf. Arrays
-    that were cast are removed from ``arrays``.
+    ``parts`` maps the index of each leaf that was not read whole to its partition and arrays. Arrays that have been
+    cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
-    # checked once per description, which many leaves share
+    # checked once per description, because many leaves share one
     converted = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index
@@ -227,7 +227,7 @@ def materialize(
                 else:
                     fitted = [_fitted(template, leaf, piece, name) for piece in part[1]]
                     pieces = [_sized(*piece) for piece in zip(fitted, *part[0], strict=True)]
-                    if template.cast:  # free the uncast copies, as the next leaf can use the memory
+                    if template.cast:  # free the uncast copies, so that the next leaf can use their memory
                         part[1].clear()
                 if template.cast:
                     arrays[index] = None
@@ -253,7 +253,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """True if, without a template, the array as read is the leaf."""
+    """True if, without a template, the array that was read is the leaf itself."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 
@@ -303,7 +303,7 @@ def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
 def _part(
     template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None
 ) -> tuple[Partition, list[NDArray[Any]]] | None:
-    """Return the partition of a leaf and the parts cut from the whole array; None if it is not partitioned."""
+    """Return a leaf's partition and the parts cut from the whole array; None if it is not partitioned."""
     try:
         cut = partition(template, leaf)
     except ValueError as error:

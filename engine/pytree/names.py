@@ -1,7 +1,7 @@
-"""Leaf names: each key path as one string, different for every path; and patterns that select paths.
+"""Leaf names, which represent each key path as a unique string, and patterns that select paths.
 
-A leaf's name is its keys joined with ``.``: ``params.Dense_0.kernel``. Characters with a meaning are percent-escaped in
-each key. The bare leaf, a tree that has no containers, has the empty name.
+A leaf's name is its keys joined with ``.``: ``params.Dense_0.kernel``. Special characters in keys are percent-escaped.
+A bare leaf, that is, a tree without containers, has the empty name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def escape_key(key: str) -> str:
 
 
 def escape_keys(keys: Sequence[str]) -> list[str]:
-    """Escape keys; a single test covers the common case that none needs escaping."""
+    """Escape keys; a single test handles the common case in which none needs escaping."""
     return list(keys) if _are_plain(keys) else list(map(escape_key, keys))
 
 
@@ -51,7 +51,7 @@ def _are_plain(keys: Sequence[str]) -> bool:
 
 
 def escape_first(key: str) -> str:
-    """Escape a key, including always its first character, so that the result differs from `escape_key`."""
+    """Escape a key and always its first character, so that the result differs from that of `escape_key`."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
 
 
@@ -111,7 +111,7 @@ def joined_names(names: Sequence[str]) -> list[str]:
 def format_path(name: str) -> str:
     """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 
-    Different names give different paths. Ambiguous and unprintable characters stay escaped, dots do not.
+    Different names result in different paths. Ambiguous and unprintable characters stay escaped, dots do not.
     """
     if not name:
         return "(root)"
@@ -160,7 +160,7 @@ class PathFilter:
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:
-    """Return for each name whether it matches the patterns; a pattern that matches no name is an error."""
+    """Return, for each name, whether it matches the patterns; a pattern that matches no name is an error."""
     paths = [name.split(".") for name in names]
     chosen = PathFilter(select)
     chosen.check(paths)
@@ -168,7 +168,7 @@ def choose(names: Sequence[str], select: Patterns) -> list[bool]:
 
 
 class Pattern:
-    """A pattern, matched with a path key by key: a *position* is the number of pattern keys matched so far."""
+    """A pattern, matched against a path key by key: a *position* is the number of pattern keys matched so far."""
 
     def __init__(self, option: str, text: str) -> None:
         self.text = text
@@ -225,7 +225,7 @@ def _matcher(key: str) -> Callable[[str], object]:
 
 
 def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
-    """Suggest a pattern that matches something and is similar to one that matches nothing."""
+    """Suggest a pattern that has matches and is similar to a pattern that has none."""
     for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
         if any(map(Pattern("", text).matches, paths)):
             return text

@@ -1,4 +1,4 @@
-"""Leaf samples: a few evenly spaced elements of each leaf, with a digest of their bits, taken without waiting.
+"""Leaf samples: a few evenly spaced elements from each leaf, with a digest of their bits, taken without waiting.
 
 Arrays in host memory are read at once. The elements of arrays on a device are gathered there, and copied to the host
 while the program continues; :attr:`Samples.is_ready` says when they have arrived.
@@ -23,7 +23,7 @@ from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # maximum elements read from each leaf
-_ON_DEVICES = 64  # maximum jax leaves per device, as XLA takes about 8 ms to compile the gather of each
+_ON_DEVICES = 64  # maximum jax leaves per device; XLA takes about 8 ms to compile the gather for each
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -39,11 +39,11 @@ class _Group(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples of several leaves, which may still be in transfer to the host."""
+    """Samples of several leaves; they may still be in transfer to the host."""
 
     count: int  # number of leaves, including unreadable ones
     _groups: list[_Group] = field(default_factory=list)
-    _devices: dict[str, int] = field(default_factory=dict)  # device kind to the index of the first leaf on it
+    _devices: dict[str, int] = field(default_factory=dict)  # dict from device kind to the index of the first leaf on it
 
     def devices(self, count: int) -> str:
         """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means sharing among 4 devices."""
@@ -51,7 +51,7 @@ class Samples:
 
     @property
     def is_ready(self) -> bool:
-        """True if :meth:`fetch` returns without waiting for a device."""
+        """True if :meth:`fetch` would return without waiting for a device."""
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -106,10 +106,10 @@ class _Run(NamedTuple):
 
 
 class _Steady:
-    """Tensors that were unchanged between two samples, so that they can be checked all at once."""
+    """Tensors that were the same in two samples, so that they can be checked all at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """Keep the views, by position, of some of ``count`` leaves."""
+        """Keep the views of some of ``count`` leaves, keyed by position."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -140,7 +140,7 @@ class Sampler:
     """Samples the same leaves repeatedly; it keeps views of the tensors among them."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _View] = {}  # tensors sampled once so far, by position
+        self._views: dict[int, _View] = {}  # tensors sampled once so far, keyed by position
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
@@ -171,7 +171,7 @@ class Sampler:
                     of_jax.setdefault(device, []).append((position, part))
             elif kind == "array":
                 leaf = np.asarray(leaf)  # np.matrix cannot become one-dimensional
-                # Read in C order, as a restored leaf may have another memory order.
+                # Read in C order, because a restored leaf may have another memory order.
                 is_other = position < len(leaves) and not leaf.flags.c_contiguous
                 _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
             elif kind == "number":  # longer integers would become object arrays
@@ -206,7 +206,7 @@ def _facts() -> Sequence[Callable[[Any], Any]]:
 
 
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
-    """Return what to keep of a tensor: its facts, and from the second sample on a view of its memory."""
+    """Return what to keep for a tensor: its facts, and, from the second sample on, a view of its memory."""
     # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
     # references to tensors are not an alternative: torch refuses to swap a parameter that has one.
     address = _address(tensor)
@@ -235,7 +235,7 @@ def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
     return gathered
 
 
-_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # leaf class to kind
+_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # dict from leaf class to kind
 
 
 def _kind_of(leaf: Any) -> str:
@@ -308,7 +308,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none, as a parameter that FSDP frees between steps."""
+    """Return the address of a tensor's memory, or 0 if it has none, like a parameter that FSDP frees between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass
@@ -357,7 +357,7 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     return np.maximum(folded, 1)
 
 
-@functools.lru_cache(64)  # cached, as numbers such as a learning rate seldom change
+@functools.lru_cache(64)  # cached, because numbers such as a learning rate seldom change
 def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
     """Return the digest and value of a single-element array."""
     flat = np.frombuffer(content, dtype)
@@ -380,7 +380,7 @@ def size_of(leaf: Any) -> int:
 
 
 def full_sum(leaf: Any) -> Any:
-    """Return the sum of all elements' bits as integers, perhaps still on the device; None if the leaf has none."""
+    """Return the sum of all elements' bits as integers, perhaps still on the device; None if it cannot be computed."""
     if is_torch_tensor(leaf):
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

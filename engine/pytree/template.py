@@ -1,4 +1,4 @@
-"""Templates: what their leaves ask for, what the caller requests, and whether saved leaves fit."""
+"""Templates: describes what their leaves and the caller ask for, and checks whether saved leaves fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
 
 @dataclass(slots=True)
 class LeafTemplate:
-    """The array or value that a template leaf asks for."""
+    """The array or value that a leaf of the template asks for."""
 
     name: str
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
@@ -70,7 +70,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # a function for each leaf type, as a tree has few types
+    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, since trees have few types
     for name, value in zip(names, values, strict=True):
         facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
         try:
@@ -139,7 +139,7 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
     """Compare like `compare`, for a template leaf that is a `LeafMetadata`."""
     metadata = metadata_of(saved)
     is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
-    # Shape and dtype do not count for these kinds, as their storage depends on the value.
+    # Shape and dtype are ignored for these kinds, because their storage depends on the value.
     is_free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
     if is_alike and (is_free or (wanted.shape, wanted.dtype) == (metadata.shape, metadata.dtype)):
         return None
@@ -175,7 +175,7 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
 
 
 def _castable(saved: str | None, wanted: str | None) -> bool:
-    """True if numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
+    """True if numbers of one kind can be cast to another on request, without ever dropping imaginary parts."""
     return saved is not None and wanted is not None and (saved != "complex" or wanted == "complex")
 
 
@@ -185,7 +185,7 @@ def _same_dtype(left: np.dtype[Any], right: np.dtype[Any]) -> bool:
 
 
 def _number_of(leaf: LeafTemplate | Saved) -> str | None:
-    """Return the kind of Python number that a leaf is or can be read as, or None."""
+    """Return the kind of Python number that a leaf is, or that it can be read as; otherwise None."""
     if leaf.kind in NUMBER_KINDS:
         return leaf.kind
     is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
@@ -295,13 +295,13 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # fresh state has the same types, the program is unchanged, and a leaf is restored as it was saved: array or number,
 # weak or strong, with its dtype and shape. If they differ, the program has changed.
 
-_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; others compare by kind
+_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds compared by dtype and shape; others only by kind
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be rebuilt without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
 
 class LeafType(NamedTuple):
-    """The type of a leaf as a program sees it: everything but its value."""
+    """The type of a leaf as the program sees it: everything except its value."""
 
     kind: str  # see `LeafTemplate.kind`
     dtype: str | None = None
@@ -330,7 +330,7 @@ class LeafType(NamedTuple):
 
     @property
     def _traced(self) -> tuple[Any, ...] | None:
-        """The type of the leaf as jit sees it; None if jit does not accept it."""
+        """Return the leaf type as jit sees it; None if jit does not accept it."""
         if self.kind in NUMBER_KINDS:
             return self.kind, (), self.kind != "bool"
         if self.kind not in _SAVED_ARRAYS:
@@ -363,7 +363,7 @@ class FreshTypes:
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
         """Return how the leaf types of the fresh state differ from those of a saved tree, as JSON."""
-        types: dict[tuple[int, str, Any], LeafType] = {}  # a cache, as many leaves share a few descriptions
+        types: dict[tuple[int, str, Any], LeafType] = {}  # a cache, because many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
         for name, leaf in zip(names, leaves, strict=True):
@@ -384,11 +384,11 @@ class FreshTypes:
         return document if self._roots is None else {**document, "roots": self._roots}
 
     def covers(self, name: str) -> bool:
-        """True if a leaf of a later state was a leaf of the fresh state, or is directly below one."""
+        """True if a leaf in a later state was a leaf in the fresh state too, or is directly below one of its leaves."""
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return why a resume could not rebuild a tree that has grown from the fresh state; empty if it could."""
+        """Return why a resume could not rebuild a tree that has grown from the fresh state; empty if it could do so."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -418,7 +418,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
     """Return the template to restore a leaf of the fresh state, or the difference if the program has changed.
 
-    ``began`` is the type of the leaf in the fresh state that the run began with.
+    ``began`` is the leaf's type in the fresh state with which the run began.
     """
     now, then = LeafType.of(template), LeafType.of(saved)
     if template.kind == "any" or now == then or began is None or saved.kind == STATIC:
@@ -456,11 +456,11 @@ def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
 
 
 class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
-    """Raised for a container or function that a resume cannot rebuild, as the fresh state lacks it."""
+    """Raised for a container or function that a resume cannot rebuild because the fresh state lacks it."""
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:
-    """Return the containers of a saved tree, with the classes of the template for those that it has as well."""
+    """Return the containers of a saved tree, using the template's classes for containers that it has as well."""
     if saved is None:
         return None
     segments = saved.segments

@@ -1,8 +1,8 @@
-"""Torch tensor leaves: how they are described for saving, and created from host arrays on loading.
+"""Torch tensor leaves: describes them for saving, and creates them from host arrays on loading.
 
 Which process holds which part of a DTensor follows from its mesh and placements, without communication. Placements
-apply from the first axis of the mesh to the last: each divides what the ones before it have left, as
-``torch.distributed.tensor`` defines it.
+apply from the first mesh axis to the last: each divides the parts that the previous ones have made, as defined by
+``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
 # Maximum bytes of concurrent copies in a save without its own pinned memory: torch pins up to twice as many, for good.
 BYTES_AT_ONCE = 1 << 30
-_SMALL = 1 << 15  # elements; from this size on, torch copies a tensor with several threads
+_SMALL = 1 << 15  # elements; torch copies tensors of at least this size with several threads
 
 
 def is_dtensor(value: Any) -> bool:
@@ -44,16 +44,16 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors of one tree; with ``later``, device copies are left to the next snapshot if possible."""
+    """Describes the tensors in one tree; with ``later``, device copies are left to the next snapshot if possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
         self._left = BYTES_AT_ONCE
-        self._axes: dict[Mesh, set[int]] = {}  # per root mesh, the axes that DTensors of the tree span
+        self._axes: dict[Mesh, set[int]] = {}  # for each root mesh, the axes that DTensors in the tree span
         for value in values:
-            with contextlib.suppress(LeafProblem):  # raised again for the leaf
+            with contextlib.suppress(LeafProblem):  # raised again when the leaf is described
                 self._prepare(value)
 
     def _prepare(self, value: Any) -> None:
@@ -118,7 +118,7 @@ class TorchDescriber:
         for device in self._devices:
             getattr(torch, device.type).synchronize(device)
         self._devices.clear()
-        tensor = self._copies.get(id(value))  # not popped, as two leaves may be the same tensor
+        tensor = self._copies.get(id(value))  # not popped, because two leaves may be the same tensor
         encoding = encoding_of(value.dtype)
         if isinstance(tensor, DeviceArray):
             _check_memory(tensor.tensor)
@@ -139,7 +139,7 @@ def _local(value: Any) -> Any:
     """Return the local tensor of a DTensor."""
     with torch.no_grad():
         local = value.to_local().detach()
-    # The result of an asynchronous collective may not have arrived yet.
+    # Wait, because the result of an asynchronous collective may not have arrived yet.
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
@@ -169,7 +169,7 @@ def _check(value: Any) -> None:
 
 
 class TorchDType(NamedTuple):
-    """How the elements of a torch dtype are stored."""
+    """Describes how the elements of a torch dtype are stored."""
 
     name: str
     dtype: np.dtype[Any]  # numpy dtype of the stored bytes
@@ -189,12 +189,12 @@ class TorchDType(NamedTuple):
     def on_device(self, tensor: Any) -> DeviceArray:
         """Wrap a tensor on an accelerator as a `DeviceArray`; it must also meet the conditions of `to_numpy`."""
         elements = torch.view_as_real(tensor) if self.paired else tensor
-        # Viewed as integers, which keep every bit pattern and support all torch operations.
+        # View it as integers, which keep every bit pattern and support all torch operations.
         carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.dtype.itemsize)
         return DeviceArray(elements if carrier is None else elements.view(getattr(torch, carrier)), self.dtype)
 
     def to_tensor(self, array: NDArray[Any]) -> Any:
-        """Make a tensor over writable memory in native byte order."""
+        """Create a tensor that shares writable memory in native byte order."""
         if self.paired:
             return torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
         if self.carrier is None:
@@ -257,7 +257,7 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return destination tensors that share memory with arrays, with the dtypes in the facts."""
     if not arrays:
-        return []  # torch may not be imported
+        return []  # torch may not have been imported
     with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
         return [encoding_of(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
 
@@ -281,7 +281,7 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def tensor_like(saved: Saved) -> Any | None:
-    """Return a meta tensor like a saved array; None if torch lacks the dtype or has no operations on it."""
+    """Return a meta tensor like a saved array; None if torch lacks the dtype or has no operations for it."""
     name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
     dtype = getattr(torch, name or "", None)
     if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):
@@ -364,7 +364,7 @@ def is_permuted(shape: Sequence[int], strides: Any) -> bool:
 
 
 def with_strides(tensor: Any, strides: Any) -> Any:
-    """Return a tensor with its saved strides, as the rounding of later steps may depend on them."""
+    """Return a tensor with its saved strides, because the rounding in later steps may depend on them."""
     if strides is None or not is_permuted(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -414,10 +414,10 @@ PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its i
 
 
 class Division(NamedTuple):
-    """How one axis of a mesh divides an array."""
+    """Describes how one axis of a mesh divides an array."""
 
     axis: int | None  # the sharded array axis; None if the array is replicated along this mesh axis
-    rounds: int = 1  # blocks that the axis is cut into before each is divided; above 1 for a ``_StridedShard``
+    rounds: int = 1  # blocks that the axis is cut into before each is divided; more than 1 for a ``_StridedShard``
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Tree transformations: leaves are renamed, merged, split and completed.
+"""Tree transformations, which rename, merge, split and complete leaves.
 
 A plan, made before any value is touched, decides where each leaf of the new tree comes from. `apply_transformations`
 follows it for trees in memory, `holdfast.load_transformed` for saved trees.
@@ -29,15 +29,15 @@ class Transform:
 
     Attributes:
         original_key: The key in the original tree, levels separated by ``/``. If the transformation's own key is a
-            regular expression, ``\1`` and ``\g<name>`` stand for its groups. None is the same key.
+            regular expression, ``\1`` and ``\g<name>`` refer to its groups. None means the same key.
         use_fallback: Take the value from the tree that `apply_transformations` does not prefer: the new tree if
             ``default_to_original`` is True, the original tree otherwise.
-        value_fn: Makes the new value of the one at the key in the original tree.
-        multi_value_fn: Makes the new value of the whole original tree. A function of two arguments is given the key in
-            the new tree first.
+        value_fn: Computes the new value from the value at the key in the original tree.
+        multi_value_fn: Computes the new value from the whole original tree. If the function takes two arguments, the
+            first is the key in the new tree.
 
     Raises:
-        OptionError: Two of them contradict each other, or one is of a wrong type.
+        OptionError: Two arguments contradict each other, or one has the wrong type.
 
     >>> Transform(original_key="b")
     Transform(original_key='b', use_fallback=False, value_fn=None, multi_value_fn=None)
@@ -74,35 +74,35 @@ def apply_transformations(
 
     Where the value of a key comes from:
 
-    - A `Transform` whose key matches says so. Keys are paths such as ``params/Dense_0``, written with ``/`` or as
-      dictionaries inside dictionaries, or regular expressions that match a path from end to end. They are matched with
-      the paths of the new tree, as errors and ``holdfast show`` print them. One that matches a container applies to all
-      leaves below it: ``original_key`` is the corresponding container then, and ``multi_value_fn`` returns a tree that
-      has these leaves. If several match a leaf, a key that is written out goes before a pattern, a longer path before
-      the path of a container above, and the first before those after it.
+    - A `Transform` whose key matches determines it. Keys are paths such as ``params/Dense_0``, written with ``/`` or as
+      dictionaries inside dictionaries, or regular expressions that match a path from end to end. They are matched
+      against the paths of the new tree, as printed in errors and by ``holdfast show``. A key that matches a container
+      applies to all leaves below it: ``original_key`` then names the corresponding container, and ``multi_value_fn``
+      returns a tree with these leaves. If several keys match a leaf, a literal key takes precedence over a pattern, a
+      longer path over that of a container above it, and an earlier key over later ones.
     - A key that no transformation names, and that is in both trees, comes from the original tree, or from the new one
       if ``default_to_original`` is False.
     - A key that only the new tree has keeps its value there; one that only the original tree has is dropped.
 
-    Leaves of the new tree may be ``...``: a placeholder, which may also be filled with a whole container. None in a
-    tree is no value: it stays None in the new tree, and is not taken from the original.
+    Leaves of the new tree may be the placeholder ``...``, which may also be filled with a whole container. None in a
+    tree does not count as a value: it stays None in the new tree, and is not taken from the original tree.
 
-    Values are handed on as they are, neither cast, compared nor copied; a value that two keys take is shared by both.
+    Values are passed on unchanged, neither cast, compared nor copied; if two keys take the same value, they share it.
 
     Args:
-        original_tree: Any tree. Its containers need not have the types of the new one: dictionaries that
-            were loaded without a template are fine.
-        transformations: `Transform` objects by their keys.
+        original_tree: Any tree. Its containers need not have the types of those in the new tree: dictionaries
+            loaded without a template are fine.
+        transformations: Dictionary from keys to `Transform` objects.
         new_tree: The structure of the result; its values matter only if they are kept.
-        default_to_original: Which tree is preferred, as above. Transformations with ``use_fallback`` take from the
-            other.
+        default_to_original: Which tree is preferred, as described above. Transformations with ``use_fallback`` take
+            values from the other tree.
 
     Returns:
-        A tree of the new tree's containers.
+        A tree with the new tree's containers.
 
     Raises:
-        OptionError: A transformation is none, matches no key of the new tree, or refers to a group it does not have.
-        TreeMismatchError: Keys have no value, or one that is not of the new tree's structure; names all of them.
+        OptionError: An entry is no `Transform`, matches no key of the new tree, or refers to a group that it lacks.
+        TreeMismatchError: Keys have no value, or one without the new tree's structure; the error names all of them.
 
     >>> renamed = {"x": Transform(original_key="b/c")}
     >>> apply_transformations({"a": 1, "b": {"c": 2}}, renamed, {"a": ..., "x": ..., "y": 5})
@@ -160,7 +160,7 @@ class Taken:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A ``multi_value_fn`` of the whole original tree, which is called only once."""
+    """A call to a ``multi_value_fn`` with the whole original tree, made only once for all leaves that it computes."""
 
     path: str  # path of the leaf or container of the new tree that it computes
     function: Callable[..., Any]
@@ -195,7 +195,7 @@ class Computed:
     name: str
 
 
-Origin = Taken | Computed | None  # source of a leaf of the new tree; None if the leaf keeps its value
+Origin = Taken | Computed | None  # where a leaf of the new tree comes from; None if it keeps its value
 
 
 def evaluate(
@@ -240,7 +240,7 @@ class _Planner:
         self._original.update((_path_of(name), (index, index + 1, None)) for index, name in enumerate(original.names))
 
     def origin(self, name: str, value: Any) -> Origin:
-        """Decide where one leaf of the new tree comes from, and record a problem if it cannot be filled."""
+        """Determine where one leaf of the new tree comes from, and record a problem if it cannot be filled."""
         path = _path_of(name)
         match = self.rules.find(path)
         if value is None:
@@ -335,7 +335,7 @@ def _check_leaf(result: Any, path: str, placeholder: bool, function: str) -> Non
 
 
 def has_values(leaf: Any) -> bool:
-    """True if a template leaf has values; abstract and deleted arrays have none."""
+    """True if a template leaf has values, unlike abstract and deleted arrays."""
     if is_jax_abstract(leaf):
         return False
     library = library_of(leaf)
@@ -363,13 +363,13 @@ class _Rule:
     key: str  # levels separated by ``/``
     transform: Transform
     pattern: re.Pattern[str] | None  # the key as a regular expression; None if it matches only literally
-    problem: str = ""  # why the key is not a valid regular expression; empty if it is
+    problem: str = ""  # why the key is not a valid regular expression; empty if it is valid
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
     rule: _Rule
-    path: str  # the path that the rule's key matches: the leaf's, or that of a container above it
+    path: str  # the path that the rule's key matches: the leaf's path, or that of a container above it
     rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
     source: str  # path of the leaf's value in the original tree, such as ``params/Dense_0/kernel``
 

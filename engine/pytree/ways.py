@@ -1,7 +1,7 @@
-"""Ways (access paths) to leaves: a state is searched once, and its chosen leaves are found again at every step.
+"""Ways (access paths) to leaves: a state is searched once, and its chosen leaves are looked up at every step.
 
-A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each step makes a new
-immutable tree or changes a module in place. Nothing is ever written, and no method of an object is called.
+A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each step creates a new
+immutable tree or changes a module in place. Nothing is ever written, and no methods of the objects are called.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Way:
         return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if an entry has vanished from a container that should keep its entries, unlike a list."""
+        """True if an entry has disappeared from a container that should keep its entries, unlike a list."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
@@ -73,7 +73,7 @@ class _Way:
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-_NOWHERE = _Way(None, lambda *_: MISSING, None)  # way to a leaf that the state lacks
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that the state does not have
 
 
 class _Route:
@@ -98,7 +98,7 @@ class _Route:
         return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
-        """Return the values that the ways and their prefixes lead to from a root, by way."""
+        """Return the values that the ways and their prefixes lead to from a root, keyed by way."""
         return dict(zip(self._numbers, self._values(root), strict=True))
 
     def _values(self, root: Any) -> list[Any]:
@@ -114,8 +114,8 @@ class _Route:
 class Ways:
     """Ways from a root to at most ``most`` leaves, or to the ``names``, and to plain attributes of the objects between.
 
-    Learning rates, trained parameters and the state of their optimizers come first. The rest is in the order of
-    checksums of the names, which is the same in every process.
+    Learning rates, trained parameters and their optimizer state come first. The rest is ordered by name checksum,
+    which is the same in every process.
     """
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
@@ -135,7 +135,7 @@ class Ways:
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
                 taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
-                if not most:  # without chosen leaves, arrays are converted to text as well
+                if not most:  # if no leaves are chosen, arrays are converted to text as well
                     taken -= {child.key for child in children if library_of(child.value) is not None}
                 self._attributes += [(f"{prefix}{name}", way, name) for name in _attributes(value) if name not in taken]
             states: dict[Any, _Way] = {}
@@ -178,7 +178,7 @@ class Ways:
         return {id(one) for group in groups for one in group["params"]} if groups else None
 
     def attributes(self, root: Any) -> dict[str, str]:
-        """Return the attributes that are plain values, functions, generators or containers of these, as text."""
+        """Return attributes that are plain values, functions, generators or containers of these, as text."""
         texts: dict[str, str] = {}
         for (name, _, key), owner in zip(self._attributes, self._to_owners.follow(root), strict=True):
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
@@ -268,12 +268,12 @@ def _is_variable(value: Any) -> bool:
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """True if ways may lead through an attribute; other attributes are only converted to text."""
+    """True if ways may lead through an attribute; all other attributes are only converted to text."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
-    """True for library objects, which are not opened, except torch data loaders, as they lead to data."""
+    """True for library objects, which are not opened; False for torch data loaders, because they lead to the data."""
     module = type(value).__module__
     is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
     return module.partition(".")[0] in _LIBRARIES and not is_loader
@@ -314,7 +314,7 @@ def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     return frozenset(name for cls in classes for name in vars(cls()))
 
 
-_CACHES = {"_computed", "_forward_cache"}  # metric attributes that its next call or compute() overwrites
+_CACHES = {"_computed", "_forward_cache"}  # attributes of metrics that the next call or compute() overwrites
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # prefixes of library-internal names
 
 
@@ -401,7 +401,7 @@ def leaves_of(value: Any) -> tuple[list[Any], str]:
 
 
 def _text_of_integers(numbers: Collection[int]) -> str:
-    """Return a checksum of integers, such as a generator state, for which repr would take ten times as long."""
+    """Return a checksum of integers such as a generator state; repr would take ten times as long."""
     try:
         return f"integers {zlib.crc32(array('q', numbers).tobytes()):08x}"
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The lines about a run that every user should see: how it starts and ends, and which steps are lost."""
+"""Announces what every user should see about a run: how it starts and ends, and which steps are lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Tracks the reported and saved steps of a run from its events, for a line at its end."""
+    """Tracks a run's reported and saved steps, to announce at its end which steps are saved and which are lost."""
 
     directory: str
     saves_at_end: bool = True
@@ -73,7 +73,7 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs with an open callback, by directory; they keep no state alive
+_open: dict[str, Ending] = {}  # runs with an open callback, keyed by directory; they keep no state alive
 os.register_at_fork(after_in_child=_open.clear)
 
 

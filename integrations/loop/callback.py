@@ -80,8 +80,8 @@ class StepOutcome:
 
     Attributes:
         saved: Whether this call saved the step. The files are written in the background, except after a preemption,
-            when they are durable already.
-        reason: Why it was saved, or why not, as text for users.
+            when they are durable on return.
+        reason: Why the step was or was not saved, as text for users.
         should_stop: Whether to leave the loop now.
     """
 
@@ -98,7 +98,7 @@ class StepOutcome:
 
 @takes_texts_of(CheckpointManagerOptions)
 class CheckpointCallback:
-    """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
+    """Saves a training loop's state, keeps the checkpoints you need, and resumes the loop where it stopped.
 
     ::
 
@@ -110,61 +110,61 @@ class CheckpointCallback:
                 if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
                     break
 
-    Step N means that N optimizer updates are in the state, so count up and call ``on_step`` after the update. A run
-    that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does, provided that the
-    state and the extras have everything that the loop depends on.
+    Step N means that the state includes N optimizer updates, so increment the step and call ``on_step`` after the
+    update. A run that is interrupted anywhere and then resumed ends with exactly the same bits as an uninterrupted
+    run, provided that the state and the extras contain everything that the loop depends on.
 
     The state is one of these:
 
-    - a pytree of jax, numpy or torch arrays and plain values, such as a ``TrainState``: the state that is passed is
-      never changed, a new one is returned, with the types that it had at the save (a number that has become a jax array
-      is one again, weakly typed if it was; a list that has grown is as long as it was);
+    - a pytree of jax, numpy or torch arrays and plain values, such as a ``TrainState``: the state that you pass is
+      never changed; a new one is returned, with the types that were saved (a number that had become a jax array is
+      restored as one, weakly typed if it was; a list that had grown is restored at its saved length);
     - nnx objects, or dicts, lists and tuples of them: updated in place;
-    - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all else that
-      ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, and nothing changes unless
-      everything in the state and in the checkpoint matches;
+    - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and everything
+      else that ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, but only if
+      everything in the state matches everything in the checkpoint;
     - a component of ``holdfast.components``: restored in place.
 
-    ``init_from`` takes the ``params`` of a pytree, or the weights of the one module in the state. With
+    ``init_from`` initializes the ``params`` of a pytree, or the weights of the only module in the state. With
     ``save_on_best``, the metric is fetched from the device at every step that reports it.
 
-    Extras are named as you like, and are any of these:
+    Extras can have any names, and each is one of these:
 
     - an object with ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``, a numpy ``Generator``
       or a ``random.Random``: restored in place;
     - nnx objects, such as ``nnx.Rngs``: restored in place;
-    - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types that it
-      had at the save and the shardings of what was passed;
+    - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types that
+      were saved and the shardings of the value that was passed;
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is not a template.
 
-    Checkpoints do not include torch gradients. If gradients are accumulated over several batches, ``on_step`` comes
-    after ``optimizer.step()``, not after each batch; a warning says if it does not.
+    Checkpoints do not include torch gradients. If gradients are accumulated over several batches, call ``on_step``
+    after ``optimizer.step()``, not after each batch; otherwise a warning is logged.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
-    draw from, are saved with the extras, and restored after everything else. So draw random values that the program
-    needs once, such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
+    draw from, are saved with the extras, and restored after everything else. So if the program draws random values only
+    once, as for a validation set, do so before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
 
     SIGTERM only sets a flag. The next ``on_step`` saves and waits until the files are durable. After at most
     ``witness_steps_after_signal`` further steps, it asks to stop; ``sys.exit(checkpoint.exit_status)`` then informs the
-    scheduler. Leaving the ``with`` block saves the last step if it is not saved yet, waits for the files and closes.
-    Leaving it by an exception does not save, but lets a save that is under way finish. Worker processes that are
-    started after the callback was made survive a signal to the whole job.
+    scheduler. Leaving the ``with`` block saves the last step if it has not been saved, waits for the files and closes
+    the callback. If an exception ends the block, nothing more is saved, but a save in progress is finished. Worker
+    processes that are started after the callback has been created survive a signal to the whole job.
 
-    In a program of several processes (``jax.distributed`` or ``torch.distributed``), each makes a callback and calls it
-    at every step. All save the arrays together; each process saves and restores its own of the other extras, such as
-    data iterators.
+    In a program of several processes (``jax.distributed`` or ``torch.distributed``), each creates a callback and calls
+    it at every step. They save the arrays together; of the other extras, such as data iterators, each process saves
+    and restores its own.
 
     Args:
-        directory: Where the checkpoints go: a path or a URL.
+        directory: Where to save the checkpoints: a path or a URL.
         save_interval_steps, max_to_keep, best_fn, best_mode:
 
     Args: when to save
         save_interval_secs, save_on_best, save:
-        save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
-        step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
-            updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
-            saved with each step; None takes the offset of the step that the run resumes from, or 0.
+        save_at_end: Save the last step when training ends, even if no trigger asks for it.
+        step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that the
+            state of step N includes N + 1 updates, and a resume begins with step N + 1. 0 if it is the update count.
+            It is saved with each step; None uses the offset of the step that the run resumes from, or 0.
         item_intervals:
 
     Args: what to keep
@@ -173,64 +173,64 @@ class CheckpointCallback:
     Args: where, and how it is stored
         mirror, local, step_prefix, step_name_width:
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
-        compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
-            disk.
+        compression: Compress arrays with zstd at this level, 1 to 22. None disables compression, which is faster on a
+            fast disk.
         reuse_unchanged:
 
     Args: what a resume does
         resume: ``"auto"`` resumes if there is a checkpoint (``"latest"``, ``"last"`` and True are the same),
-            ``"must"`` raises if there is none, and ``"never"`` raises if there is one. A number begins from that step,
-            ``"best"`` from the one that ``best_fn`` ranks first. Later steps stay until the run saves them again;
-            remove the option before the run is started again.
-        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of
-            another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run
-            that resumes ignores it.
+            ``"must"`` raises if there is none, and ``"never"`` raises if there is one. A number resumes from that
+            step, ``"best"`` from the one that ``best_fn`` ranks first. Later steps are kept until the run saves them
+            again; remove the option before you restart the run.
+        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, from holdfast or
+            another library. Names, shapes and dtypes of all weights must match; everything else starts fresh. A run
+            that resumes ignores this option.
         partial: ``"initialize"`` resumes with a state that has changed, such as another layer or one more
             transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
-            initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
-            takes all that was saved, or nothing.
-        hyperparameters: Which hyperparameters count in a resume if they differ, such as a new learning rate:
-            ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch optimizers and the
-            values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
+            initialized, and a warning lists them. It applies to a resume and to the weights of ``init_from``. None
+            requires that everything matches.
+        hyperparameters: Which hyperparameters a resume uses if they differ, such as a new learning rate:
+            ``"saved"`` uses those in the saved state, ``"program"`` keeps the options of torch optimizers and the
+            values of ``optax.inject_hyperparams`` as the program has set them. A log line lists the differences.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
-            devices), as far as the program has imported them. Each of several processes has its own, unless they are
-            ``replicated``.
-        witness: Record the steps after each save, and let a resume compare its first steps with them. A line
-            says which steps were the same, and a warning what differs.
-        on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
-            ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
-            and an event (``"ignore"``).
+            devices), as far as the program has imported them. In a run of several processes, each has its own, unless
+            they are ``replicated``.
+        witness: Record the steps after each save, so that a resume can compare its first steps with them. A log line
+            says which steps were identical, and a warning says what differs.
+        on_inexact: What to do if the steps of a resumed run differ from those before the stop: log a warning
+            (``"warn"``), raise ``StateError`` at that step and save nothing more (``"raise"``), or only record it in
+            ``proof`` and an event (``"ignore"``).
 
     Args: preemptions
         signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. A
             closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C does so, with exit status 130, and a later one
-            interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
-        grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
-            takes longer is reported with a warning.
-        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to this many steps, which are
-            recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
-            resume can be compared with them. 0 stops at the saved step.
+            interrupts the program. SIGHUP and SIGINT stay ignored if they already are, as under ``nohup`` and ``&``.
+        grace_secs: The time that the scheduler leaves between the signal and the end of the process. A warning reports
+            a save that takes longer.
+        witness_steps_after_signal: After SIGTERM, when the step has been saved, continue for up to this many steps, as
+            far as they fit in a quarter of ``grace_secs`` (2 seconds without it). They are recorded, so that the resume
+            can be compared with them, but not saved. 0 stops at the saved step.
         save_timeout_secs:
 
     Args: several processes
-        replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
-            extras, such as a position in one order that no number of processes enters, or a random generator that all
-            seed alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
-            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
-            of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
+        replicated: Names of state that is the same in all processes, so that any number of them can restore it. It may
+            be an extra, such as a position in an order independent of the process count, or a random generator
+            seeded alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
+            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. In loops,
+            each save checks that the states are equal, and stores one; Lightning trainers check it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
             ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
-        reshard: Called in a resume with another number of processes, for each place in the data, and other state that
-            differs from process to process: a function of its name, the states that processes 0, 1, ... have saved, the
-            index of this process and the number of processes. It returns the state of this process. Without it, such a
-            resume is refused. Random generators stay with the index of their process.
+        reshard: Called when a different number of processes resumes, for each data position and any other state that
+            differs between processes. Its arguments are the name, the states that processes 0, 1, ... have saved, the
+            index of this process and the number of processes; it returns the state for this process. Without it, such a
+            resume is refused. Random generators are restored by process index.
         barrier_timeout_secs, load_and_broadcast:
 
     Args: tests
         clock: The time source, for tests.
 
     Attributes:
-        extras: The extras by name as they were restored; as they were passed, after a fresh start.
+        extras: The extras by name, as restored; after a fresh start, as passed.
 
     Raises:
         OptionError: The value of an option is invalid.
@@ -285,7 +285,7 @@ class CheckpointCallback:
         self._options = options = LoopArguments(**given)
         self._state_checkpointer = AsyncCheckpointer(options.tree_handler())
         extras = options.tree_handler()
-        extras.optional = True  # component trees have this item only if there are extras
+        extras.optional = True  # component trees contain this item only if there are extras
         self._manager = CheckpointManager(
             options.directory,
             {
@@ -355,8 +355,8 @@ class CheckpointCallback:
     def exit_status(self) -> int:
         """The exit status for the program: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
 
-        It is 130 after a Ctrl-C that ``signals`` names, so that nothing starts the program again, and otherwise 0. Ask
-        for it after the ``with`` block, when the last step is saved.
+        It is 130 after a Ctrl-C if ``signals`` includes SIGINT, so that nothing restarts the program, and otherwise 0.
+        Read it after the ``with`` block, when the last step has been saved.
         """
         if not self._preemption.received:
             return 0
@@ -372,25 +372,25 @@ class CheckpointCallback:
 
     @overload
     def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]:
-        """Restore a state and return it with its number of updates; initialize when there is no checkpoint."""
+        """Restore a state and return it with its update count; initialize when there is no checkpoint."""
 
     def restore_or_initialize(self, state: Any, *unknown: Never, like: Any = None, **extras: Any) -> tuple[Any, int]:
         """Restore the newest whole checkpoint, or the step that ``resume`` names; initialize when there is none.
 
         Args:
-            state: The freshly initialized state: the template for what is restored. Or a function without arguments
-                that makes it with jax: its shapes are found with ``jax.eval_shape``, and it is called on a fresh start
-                only, so that there are never two states in memory.
-            like: For a function: the template, such as an abstract state with shardings. A fresh start calls the
-                function under ``jax.jit`` with the shardings of the template.
-            **extras: What else to restore. Each of them must be passed to every ``on_step``, too.
+            state: The freshly initialized state, which is the template for the restore. Or a function without arguments
+                that creates it with jax: ``jax.eval_shape`` determines the shapes, and the function is called only on
+                a fresh start, so that there are never two states in memory.
+            like: The template if ``state`` is a function, such as an abstract state with shardings. A fresh start calls
+                the function under ``jax.jit`` with the shardings of the template.
+            **extras: What else to restore. Pass each of them to every ``on_step`` call as well.
 
         Returns:
-            The state and the number of updates that are in it, which is the index of the next update to do.
+            The state and the number of updates that it includes, which is also the index of the next update.
 
         Raises:
-            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
-                not there.
+            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that
+                does not exist.
             CheckpointExistsError: ``resume="never"``, and there are checkpoints.
             TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from those that the run
                 began with, or the parameters from those in ``init_from``.
@@ -399,8 +399,8 @@ class CheckpointCallback:
             DamagedCheckpointError: The step that ``resume`` names is damaged.
             OwnershipError: Another live run writes to the directory.
             OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored, or has the
-                name of an option; or ``replicated`` names one that is not given; or the state is abstract, and there is
-                no checkpoint.
+                name of an option; or ``replicated`` names an extra that was not passed; or the state is abstract, and
+                there is no checkpoint.
         """
         if unknown:
             raise UnknownArgumentError(
@@ -469,11 +469,11 @@ class CheckpointCallback:
         return state
 
     def peek(self) -> Peek | None:
-        """Return what ``restore_or_initialize`` will restore, before the state is built.
+        """Return what ``restore_or_initialize`` will restore, before the state has been built.
 
-        This is for programs whose state depends on the step: pruned layers, added groups of parameters. All processes
-        call it together. ``resume`` decides the step. Only its extras are read, so this may return a step that the
-        restore skips because its state is damaged.
+        This is for programs whose state depends on the step, such as those that prune layers or add parameter groups.
+        All processes must call it together. ``resume`` determines the step. Only the extras of the step are read, so
+        this may return a step that the restore skips because its state is damaged.
 
         Returns:
             Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
@@ -481,7 +481,7 @@ class CheckpointCallback:
             it.
 
         Raises:
-            CheckpointNotFoundError: ``resume`` names a step that is not there, or ``"must"``, and there is none.
+            CheckpointNotFoundError: ``resume`` names a step that does not exist, or is ``"must"`` without a checkpoint.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
         self._has_peeked = True
@@ -501,27 +501,27 @@ class CheckpointCallback:
     ) -> StepOutcome:
         """Report a finished update, and save if a save is due. Call it after every update.
 
-        When nothing is due it takes some hundred microseconds, most of them to take the state of the global generators,
-        and never waits for the device.
+        If no save is due, this takes a few hundred microseconds, mostly to get the state of the global generators, and
+        never waits for the device.
 
         Args:
-            step: The number of updates that are in the state, less ``step_offset``.
+            step: The number of updates that the state includes, minus ``step_offset``.
             state: The state after the update.
             metrics: Metrics of this step by name: numbers or scalars still on the device, which are fetched only if a
                 save needs them.
-            batch: The batch of the step, if the witness shall compare it in a resume; it is not saved. A name that
-                ``restore_or_initialize`` was given is an extra like any other, which is saved.
-            epoch: The number of the epoch, if the witness shall compare it; as for ``batch``.
+            batch: The batch of the step, for the witness to compare in a resume; it is not saved. If an extra of this
+                name was passed to ``restore_or_initialize``, it is saved like any other extra.
+            epoch: The epoch number, for the witness to compare; otherwise like ``batch``.
             **extras: Everything that was passed to ``restore_or_initialize``, and more if you like.
 
         Returns:
             Whether the step was saved, why, and whether to leave the loop now.
 
         Raises:
-            SaveFailedError: An earlier save failed in the background; this step is saved nevertheless.
-            StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the state
-                lacks names of the one that came back, or is a state dict that was handed over; or the steps since the
-                resume are not those before the stop, with ``on_inexact="raise"``.
+            SaveFailedError: An earlier save has failed in the background; this step is saved nevertheless.
+            StateError: The callback is closed, or the directory holds checkpoints that have not been restored; or the
+                state lacks names that the returned state had, or is a state dict that was passed before; or the steps
+                since the resume differ from those before the stop, with ``on_inexact="raise"``.
         """
         if self._names:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
@@ -551,13 +551,13 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Report metrics that became available after the step, such as evaluation metrics.
+        """Report metrics that become available after the step, such as evaluation metrics.
 
         Args:
             step: The step that was evaluated.
             metrics: Its metrics, by name. They are stored with the checkpoint of the step, if there is one. With
                 ``save_on_best``, the step is saved now if the metric is the best so far and the step is the last one
-                that ``on_step`` has seen.
+                reported to ``on_step``.
 
         Returns:
             Whether the step was saved by this call, why, and whether to leave the loop now.
@@ -581,10 +581,10 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, self._should_stop)
 
     def close(self) -> None:
-        """Save the last step if it is not saved yet, wait for the files, and close; the ``with`` block does it.
+        """Save the last step if it has not been saved, wait for the files, and close; the ``with`` block does this.
 
         Raises:
-            SaveFailedError: A save failed in the background.
+            SaveFailedError: A save has failed in the background.
         """
         if self._closed:
             return
@@ -613,7 +613,7 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Exit at once: the loop ended by itself in the steps after a preemption, and no later code may run."""
+        """Exit at once if the loop has ended by itself during the steps after a preemption: no later code may run."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
@@ -642,7 +642,7 @@ class CheckpointCallback:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
-            # The loop's own exception matters more, so this one must not replace it.
+            # The loop's own exception is more important, so this one must not replace it.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._end(orderly=False, error=error)
@@ -692,7 +692,7 @@ class CheckpointCallback:
         if self._reported is None and self._restored is None:  # a resumed run may start to save further extras
             warn_of_unrestored(extras, self._names)
         if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None once a step was saved after the resume
+            self._went_on_from = restored  # None once a step has been saved after the resume
             self._reported = self._reported if restored is None else restored
         if self._reported is not None and step < self._reported:
             raise OptionError(
@@ -703,7 +703,7 @@ class CheckpointCallback:
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the extras with the global generators last, as restoring the other extras may draw from them."""
+        """Return the extras with the global generators last, because restoring the other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
     def _begin_steps(
@@ -717,7 +717,7 @@ class CheckpointCallback:
         fresh: FreshTypes | None,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepSaver:
-        """Begin to watch the state, and set the global generators now that everything else is restored."""
+        """Start watching the state, and set the global generators now that everything else has been restored."""
         replicated = self._options.replicated
         saver = self._saver = StepSaver(self._manager, adapter, replicated, self._witness, offset, fresh)
         for loader in loaders_of(extras).values():
@@ -770,7 +770,7 @@ class CheckpointCallback:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # the next step is saved instead
+        if save and not saver.save("preempted"):  # the folder is not a checkpoint: save the next step instead
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)

@@ -1,4 +1,4 @@
-"""Checkpoint extras: data positions, random keys, averages, plain data."""
+"""Checkpoint extras, such as data positions, random keys, averages and plain data."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def changes_in_place(extra: Any) -> bool:
 
 
 def moves(extra: Any) -> bool:
-    """Return whether the extra needs a snapshot at every step, as the loop may draw from it before a later save."""
+    """Return whether an extra needs a snapshot at every step because the loop may draw from it before a later save."""
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
 
 
 def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
-    """Return whether an extra differs from process to process, such as the position of a data iterator."""
+    """Return whether an extra differs between processes, such as the position of a data iterator."""
     return (changes_in_place(extra) or is_plain(extra)) and not (name in replicated or is_replicated(extra))
 
 
@@ -59,13 +59,13 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extras that serve as templates: restored with the types, dtypes and shardings that were passed."""
+    """Return the extras that are templates: they are restored with the types, dtypes and shardings that were passed."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
 def is_template(extra: Any) -> bool:
     """Return whether the passed extra is the template for its restore."""
-    # The structure of stateful objects and plain data may change (a list grows), so they are restored as saved.
+    # The structure of stateful objects and plain data may change (a list may grow), so they are restored as saved.
     return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 
 
@@ -123,7 +123,7 @@ def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], met
 
 
 def check_no_options(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for an extra named like an option, which belongs in the constructor call."""
+    """Raise OptionError for an extra with the name of an option, which must be passed to the constructor."""
     if not _OPTIONS.isdisjoint(extras):
         name = min(_OPTIONS & extras.keys())
         raise OptionError(

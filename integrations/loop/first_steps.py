@@ -1,6 +1,6 @@
-"""Detects loops that would not resume exactly from their first reports and saves, before anything is lost.
+"""Checks a loop's first reports and saves for signs that it would not resume exactly, before anything is lost.
 
-It reads names, samples of values, counters and classes. It changes, calls and draws from nothing in the program.
+It reads names, sampled values, counters and classes. It changes nothing in the program, and calls none of its code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("holdfast")
 _ALL = 1 << 30  # leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
-_FAR = 100  # reports between two saves, after which any trained state must have changed
+_FAR = 100  # number of reports between two saves within which any trained state must have changed
 # Private attributes of torch's DataLoader iterators: batches taken, the sampler, whether the iterator is reused.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
@@ -96,11 +96,11 @@ class FirstSteps:
         self._adapter = adapter
         self._reports = self._saves = 0
         self._sampler = Sampler()
-        self._looks: list[_Look] = []  # looks at the restored state and the first reports, until they are compared
+        self._looks: list[_Look] = []  # samples of the restored state and the first reports, until they are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
     def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Look at the state returned for a step (None if unknown); with ``grows``, it may differ from the fresh one."""
+        """Sample the state returned for a step (None if unknown); with ``grows``, it may differ from the fresh one."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
         if step is not None:
@@ -113,7 +113,7 @@ class FirstSteps:
             self._looks.append(self._look(step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
-        """Look at a report before it is processed; raise StateError if no resume could restore its state."""
+        """Check a report before it is processed; raise StateError if no resume could restore its state."""
         self._reports, self._extras = self._reports + 1, extras
         if not self._looks:
             return
@@ -125,12 +125,12 @@ class FirstSteps:
         if len(self._looks) == 3:
             if self._leaves_out():
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
-            self._looks, self._sampler = [], Sampler()  # a new sampler, as the old one keeps tensors alive
+            self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one keeps tensors alive
 
     def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Look at a report about to be saved, and at what a resume would refuse; return True once checks are done."""
+        """Check a report about to be saved, and what a resume would refuse; return True once all checks are done."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -139,7 +139,7 @@ class FirstSteps:
         root = {STATE: state, **{name: extra for name, extra in extras.items() if isinstance(extra, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
-        if not any(map(is_torch_tensor, leaves)):  # jax and numpy arrays do not count their changes
+        if not any(map(is_torch_tensor, leaves)):  # jax and numpy arrays have no version counters
             return not self._looks
         now = _Look(step, Sampler().take(leaves[:_SAMPLED]), [*map(_version, leaves)])
         first, _, reports, before = self._saved = self._saved or (now, ways, self._reports, metrics)
@@ -167,7 +167,7 @@ class FirstSteps:
                 "param_groups" in part or _addresses(part.values()) & _addresses(_live(torch.nn.Parameter))
             ):
                 raise StateError(_STATE_DICT % (path or "the state"))
-        if missing := self._ways.ended(state):  # other containers or wrappers may have the same names
+        if missing := self._ways.ended(state):  # names may still exist in other containers or wrappers
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
             filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that are empty in the fresh state
             left = {f"{path}." for path in empty_dicts(state)} | {name for name in names if name.startswith(filled)}
@@ -177,7 +177,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report counts one step more than the second, after the same number of updates."""
+        """Return whether the first report counts one step more than the second for the same number of updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -254,7 +254,7 @@ def _differ(looks: list[_Look], end: int | None = None) -> bool:
 
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
-    """Return whether an extra may hold the data position: ``data``, an object with a state, or an integer."""
+    """Return whether an extra may hold the data position: one named ``data``, an object with a state, or an integer."""
     extras = {name: extra for name, extra in extras.items() if not _is_unread(extra)}
     for name, extra in extras.items():
         if name in ("epoch", GLOBAL_GENERATORS) or is_generator(extra) or is_versioned(extra):
@@ -276,7 +276,7 @@ def _live(*classes: type) -> list[Any]:
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
-    """Return the live DataLoader iterators of torch, unless an extra may hold their position."""
+    """Return torch's live DataLoader iterators; none if an extra or a part of the state may hold their position."""
     iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
     has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)
@@ -284,12 +284,12 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has yielded no batch, so that the loop may read another one."""
+    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another loader."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return the part that identifies a torch state dict, as each one has a new one; None for other values."""
+    """Return the part that identifies a torch state dict, because each dict has its own; None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)

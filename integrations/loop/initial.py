@@ -50,7 +50,7 @@ class InitialState:
             self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
-        """Raise OptionError if the given state is abstract; called if there is no checkpoint to take values from."""
+        """Raise OptionError if the given state is abstract; called if no checkpoint can provide the values."""
         if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
             raise OptionError(
                 f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
@@ -63,7 +63,7 @@ class InitialState:
         return self._given() if self._like is None else _sharded(self._given, self._like)
 
     def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Compute only the leaves with these names of the state that the function makes."""
+        """Compute only the leaves with these names from the state that the function creates."""
         if not self._is_function:
             return {}
         jax: Any = importlib.import_module("jax")
@@ -112,7 +112,7 @@ def _abstract_leaves(adapter: StateAdapter, state: Any) -> list[str]:
 
 
 def _abstract(init: Any) -> Any:
-    """Return the state that a function makes, with abstract leaves, without running it."""
+    """Return the abstract state that a function would create; the function is only traced, not run."""
     try:
         import jax
 
@@ -125,7 +125,7 @@ def _abstract(init: Any) -> Any:
             return nnx.eval_shape(init)  # before flax 0.12, nnx modules are not jax pytrees
         if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
             return state
-        return nnx.eval_shape(init)  # keeps variables that several modules share
+        return nnx.eval_shape(init)  # preserves variables shared by several modules
     except (ImportError, TypeError) as error:
         name = getattr(init, "__qualname__", type(init).__qualname__)
         raise OptionError(
@@ -141,7 +141,7 @@ def _sharded(init: Any, like: Any) -> Any:
     shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
     state = _abstract(init)
     made = jax.jit(lambda: jax.tree.leaves(to_tree(init())), out_shardings=shardings)()
-    # The structure comes from the function, as the static fields of its state may differ from the template's.
+    # The structure comes from the function, because the static fields of its state may differ from the template's.
     return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))
 
 
@@ -178,7 +178,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the hyperparameters that count; log differences not caused by the run."""
+        """Return the restored state with the chosen hyperparameters; log differences that the run has not caused."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):
@@ -215,13 +215,13 @@ class Hyperparameters:
         whose = "of the program" if is_mine else "that were saved"
         if is_mine:
             announce(text, whose, counting, shortened(lines), shown=shown)
-        elif shown:  # the program has set values that the saved ones replace
+        elif shown:  # warn that the saved values replace those that the program has set
             logger.warning(text, whose, counting, shortened(lines))
         return state
 
 
 class StartValues:
-    """The hyperparameters that a run began with; each save records the start values of those that have changed."""
+    """A run's initial hyperparameters; each save records the initial values of those that have changed since."""
 
     def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
         self._adapter = adapter
@@ -230,7 +230,7 @@ class StartValues:
         self._values = {**self._now(state), **began}
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the start values of the hyperparameters that have other values in a state."""
+        """Return the initial values of the hyperparameters whose values in a state are different."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {name: start for name, (start, value) in pairs.items() if not _same(start, value)}
 
@@ -254,7 +254,7 @@ def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield (name, group, key) for torch optimizer options that are numbers, flags or tuples of numbers."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
-        # Defaults that are not constructor arguments are optimizer state, such as the sums of schedule-free optimizers.
+        # Defaults that are not constructor arguments are optimizer state, such as the sums in schedule-free optimizers.
         arguments = inspect.signature(type(optimizer)).parameters
         state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):

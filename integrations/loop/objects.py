@@ -49,7 +49,7 @@ _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax",
 
 
 def is_versioned(value: object) -> bool:
-    """Return whether a value is a torch module or optimizer, whose tensors count in-place changes."""
+    """Return whether a value is a torch module or optimizer, whose tensors have version counters."""
     torch: Any = loaded("torch")
     return (torch is not None and isinstance(value, torch.optim.Optimizer)) or _is_module(value)
 
@@ -90,7 +90,7 @@ def _imported(package: str) -> Any:
 
 
 class ObjectsAdapter(StateAdapter):
-    """Saves live objects as a graph, and restores them in place if everything in state and checkpoint matches."""
+    """Saves live objects as a graph, and restores them in place if everything in the state matches the checkpoint."""
 
     is_live = True
     needs, modules, lacks = "one torch module in the state", "torch modules", "0 torch modules"
@@ -152,7 +152,7 @@ class ObjectsAdapter(StateAdapter):
         root = dict(zip(getattr(state, "_fields", range(len(state))), state, strict=True)) if is_tuple else state
         if self._holder is None:
             self._holder = Checkpoint(root=root)
-        else:  # the holder is reused, as it remembers which warnings were given
+        else:  # the holder is reused, because it remembers which warnings have been logged
             stand_for(self._holder, root)
         return self._holder
 
@@ -228,12 +228,12 @@ class ComponentAdapter(StateAdapter):
 
 
 class VersionCounters:
-    """Watches version counters of live torch tensors, which count in-place changes except through ``tensor.data``."""
+    """Watches the version counters of live torch tensors, which miss only changes made through ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
-        self._samples: Samples | None = None  # parameter samples at the last step, unless changes are counted
-        self._are_counted: bool | None = None  # whether torch counts changes; None before the first change
+        self._samples: Samples | None = None  # parameter samples at the last step; None if counters record the changes
+        self._are_counted: bool | None = None  # whether counters record changes; None before the first change
         self.has_updated = False  # whether the last step has changed a trained parameter
         self._parts: list[Any] = []
         self._tensors: dict[str, Any] = {}
@@ -261,7 +261,7 @@ class VersionCounters:
             last, self._samples = self._samples, self._sample()
             self.has_updated = _differ(last, self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
-        # A gradient that no backward pass has changed since the previous step may have been used by an optimizer.
+        # If no backward pass has changed a gradient since the previous step, an optimizer may have used it already.
         gradients = (tensor.grad for tensor in self._tensors.values() if tensor.is_leaf)
         gradient: Any = next((each for each in gradients if each is not None), None)
         tensor, version = self._gradient
@@ -286,7 +286,7 @@ class VersionCounters:
         return [tensor._version for tensor in self._tensors.values()]
 
     def _sample(self) -> Samples:
-        with contextlib.suppress(Exception):  # without samples, only counted changes are noticed
+        with contextlib.suppress(Exception):  # without samples, only changes that the counters record are noticed
             return self._sampler.take([tensor for tensor in self._tensors.values() if tensor.requires_grad][:_SAMPLED])
         return Samples(0)
 
@@ -316,7 +316,7 @@ def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
 
 
 def named_tensors(state: Any) -> dict[str, Any]:
-    """Return the tensors with version counters by the first path to each."""
+    """Return the tensors that have version counters, keyed by the first path to each."""
     torch: Any = loaded("torch")
     named: dict[int, tuple[str, Any]] = {}
     for name, value in live_objects(state):
@@ -333,7 +333,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the live objects of a state and everything they hold, each with its first path; none without torch."""
+    """Yield the live objects in a state and everything they hold, each with its first path; none without torch."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         queue = [root]

@@ -43,19 +43,19 @@ class PreemptionSignal:
     installed, and :meth:`reached` asks JAX.
 
     Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts from now until
-    :meth:`restore`, such as the workers of data loaders, survive it, as the save may need them, and end with this
-    process. Processes of a bare ``os.fork`` end at the signal.
+    :meth:`restore`, such as data loader workers, survive it, because the save may need them, and end with this
+    process. Processes created by a bare ``os.fork`` end at the signal.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self.signals = tuple(signals)
         self._received: int | None = None
         self._since = 0.0  # arrival time of the signal, on the monotonic clock
-        self.again = False  # True if a further signal has arrived, beyond the same one forwarded by a launcher
+        self.again = False  # True if another signal has arrived, not counting a copy forwarded by a launcher
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
-        self._has_warned = False  # whether a warning about a missing or replaced handler was given
-        self._asked = 0  # calls of reached(); the 1st, 2nd, 4th, ... look for replaced handlers
+        self._has_warned = False  # whether a warning about a missing or replaced handler has been logged
+        self._asked = 0  # number of calls to reached(); the 1st, 2nd, 4th, ... check for replaced handlers
         self._previous: dict[int, Handler] = {}
         self._protect_workers()
 
@@ -91,7 +91,7 @@ class PreemptionSignal:
         return jax is not None and bool(jax.distributed.is_initialized())
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Set the flag as the signal would, for tests and for other sources of preemption."""
+        """Set the flag as the signal would; for tests and other sources of preemption."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
         elif self.age >= _ONE_CTRL_C:
@@ -99,11 +99,11 @@ class PreemptionSignal:
 
     @property
     def age(self) -> float:
-        """Seconds since the signal arrived."""
+        """The time since the signal arrived, in seconds."""
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Pass the signal on to the program's previous handler, if any; called after :meth:`restore`."""
+        """Pass the signal on to the program's previous handler, if there is one; called after :meth:`restore`."""
         # A later handler stays in place, and would pass the signal to this one, which is no longer active.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; calls that a later handler still makes to this one go to the previous one."""
+        """Restore the previous handlers; if a later handler still calls this one, the call goes to the previous one."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -234,9 +234,9 @@ def grace_check(grace: float) -> Callable[[Event], None]:
 
 
 class _JaxAgreement:
-    """The point at which all processes of a ``jax.distributed`` run stop."""
+    """Determines the point at which all processes of a ``jax.distributed`` run stop."""
 
-    # JAX agrees once per connection, on "the largest number that a process has passed so far, plus one", and
+    # JAX agrees only once per connection, on "the largest number that a process has passed so far, plus one", and
     # returns True only for that number. So the numbers count the calls since the connection was made, over all runs:
     # steps would be far above the agreed number after a resume, and below it in a second run of the same process. Once
     # reached, the point stays reached, as JAX reports no later signal.
@@ -307,7 +307,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
 
 
 class _Worker:
-    """Replaces a process's ``run`` method; it is pickled if the process is spawned."""
+    """Replaces the ``run`` method of a process; it must be picklable for spawned processes."""
 
     def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], receiver: Connection) -> None:
         self._run = run

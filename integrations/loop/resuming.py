@@ -62,7 +62,7 @@ class Resumed:
     state: Any
     extras: dict[str, Any]
     metadata: Mapping[str, Any]
-    is_own: bool  # whether a callback saved the step, as far as known
+    is_own: bool  # whether a callback, rather than another program, has saved the step, as far as known
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
@@ -74,8 +74,8 @@ def all_steps(directory: Location, prefix: str | None = None, manager: Checkpoin
 
 def unfinished_neighbour(directory: Location) -> str:
     """Return a sentence about an unfinished run whose path differs only in a timestamp or counter, or ""."""
-    # Hydra puts the start time into the path, and Lightning loggers a counter: a program that is started again saves
-    # to another directory, and so starts fresh.
+    # Hydra puts the start time into the path, and Lightning loggers a counter: so a restarted program uses another
+    # directory, and starts fresh.
     if not directory.is_local:
         return ""
     parts = directory.path.parts
@@ -106,7 +106,7 @@ def check_resume(
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
     """Check ``resume`` against a directory: ``"must"`` requires a checkpoint (perhaps damaged), ``"never"`` none."""
-    # For messages: ``option`` is how the user writes the option, ``elsewhere`` how to start a run elsewhere.
+    # For messages: ``option`` is the user's spelling of the option, ``elsewhere`` says how to start a run elsewhere.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
@@ -129,7 +129,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(map(manager.metrics, steps))
         step = (manager.best_step() if ranked else None) or "best"
-    # Fetched by all processes together, even if some of them see the step in the directory.
+    # All processes fetch it together, even if some of them see the step in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)
@@ -205,7 +205,7 @@ def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
 def _decoded(value: Any) -> Any:
     try:
         return decode_state(value)
-    except StateError:  # a class in it is not defined yet
+    except StateError:  # the program has not defined a class that it uses yet
         return value
 
 

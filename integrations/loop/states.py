@@ -23,7 +23,7 @@ from ..options import CallbackOptions, ProgramOptions
 
 logger = logging.getLogger("holdfast")
 
-STATE = "state"  # checkpoint item with the loop's state
+STATE = "state"  # name of the checkpoint item that holds the loop's state
 _PARAMS = "params"
 
 
@@ -39,11 +39,11 @@ class LoopArguments(ProgramOptions):
 class StateAdapter:
     """Saves and restores one kind of state. Each callback has its own adapter, which may remember the last state."""
 
-    # For error messages: states that can take weights, what their modules are called, and a state without any.
+    # For error messages: which states can take weights, what their modules are called, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # component trees have further checkpoint items only for extras
+    is_component_tree = False  # component trees have other checkpoint items only for extras
     empty: Collection[str] = ()  # paths of empty dictionaries in the initial state, whose entries may come and go
-    is_live = False  # whether a state has live objects or torch tensors, with which earlier versions saved gradients
+    is_live = False  # whether a state has live objects or torch tensors; earlier versions saved gradients with these
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects misfits of a partial restore; None if everything must match
@@ -72,11 +72,11 @@ class StateAdapter:
         """Raise UnsupportedLeafError if saving the state would raise it."""
 
     def save_kwargs(self) -> Mapping[str, Any]:
-        """Return further arguments for the handler's save."""
+        """Return additional arguments for the handler's save."""
         return {}
 
     def restore_kwargs(self) -> Mapping[str, Any]:
-        """Return further arguments for the handler's restore."""
+        """Return additional arguments for the handler's restore."""
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:
@@ -84,7 +84,7 @@ class StateAdapter:
         return restored
 
     def note_step(self, state: Any) -> None:
-        """Remember the state of the step that was just reported."""
+        """Record the state of the step that has just been reported."""
 
     def why_lost(self, state: Any) -> str | None:
         """Return why the state of the last step can no longer be saved; None if it can."""
@@ -148,7 +148,7 @@ def check_depth(tree: Any) -> None:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Return whether an array in the tree was deleted, for example donated to a later step."""
+    """Return whether an array in the tree has been deleted, for example by donating it to a later step."""
     jax = loaded("jax")
     if jax is None:
         return False

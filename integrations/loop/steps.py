@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds per step; slower snapshots of the positions cause a warning
-_SAMPLES = 3  # consecutive slow steps before the warning, which cites the fastest, as the machine may be busy
+_SLOW = 1e-3  # seconds per step; if snapshots of the positions take longer, a warning is logged
+_SAMPLES = 3  # slow steps in a row before the warning, which states the fastest because the machine may be busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,14 @@ _NO_STEP = Report(step=-1, state=None)
 
 
 class Positions:
-    """Takes snapshots of moving extras, such as data iterators, as the loop may draw from them before a later save."""
+    """Takes snapshots of extras such as data iterators, because the loop may draw from them before a later save."""
 
     def __init__(self) -> None:
         self.taken: dict[str, Any] = {}
         self.watched: list[str] = []  # names of extras that are torch modules or optimizers
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
-        self._slow: list[float] | None = []  # durations in seconds of consecutive slow steps; None after the warning
+        self._slow: list[float] | None = []  # durations of consecutive slow steps, in seconds; None after the warning
         self._clock = time.thread_time
 
     def take_states(self, extras: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Wall-clock time is used only with actors, which work elsewhere: other threads may delay this one.
+            # Thread time excludes delays by other threads; actors work elsewhere, so they need wall-clock time.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -182,18 +182,18 @@ class StepSaver:
 
     @property
     def step(self) -> int | None:
-        """The last step that was reported, or None."""
+        """The last reported step, or None."""
         return None if self._report is _NO_STEP else self._report.step
 
     @property
     def is_saved(self) -> bool:
-        """True if the last step is saved, or no step was reported."""
+        """True if the last step has been saved, or no step has been reported."""
         return self.step is None or self.holds(self.step)
 
     def watch(
         self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
     ) -> None:
-        """Begin to watch the state after step ``last`` (None if unknown); ``began`` has the saved start values."""
+        """Start watching the state after step ``last`` (None if unknown); ``began`` has the saved initial values."""
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._templates = [name for name, extra in extras.items() if is_template(extra)]
@@ -218,13 +218,13 @@ class StepSaver:
         if (first := self._first_steps) is not None:
             self._ask(lambda: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
-        # Drop the batch, as the next one may need its memory.
+        # Drop the batch, because the next one may need its memory.
         self._report = report if report.batch is None else replace(report, batch=None)
         self._adapter.note_step(report.state)
         self._positions.take_states(report.extras)
         if live := self._live(report.state, {name: report.extras[name] for name in self._positions.watched}):
             self._versions.note_step(live)
-        if is_first:  # fail now, as the first save may be an hour away
+        if is_first:  # fail now, because the first save may be an hour away
             check_replicated(self._replicated, report.extras, "on_step")
             self._adapter.check_savable(report.state)
             check_savable({name: self._positions.tree_of(name, extra) for name, extra in report.extras.items()})
@@ -272,7 +272,7 @@ class StepSaver:
         return True
 
     def _refused(self) -> list[str]:
-        """Return the parts of the last step that a resume would refuse, as the fresh state lacks them."""
+        """Return the parts of the last step that a resume would refuse because the fresh state lacks them."""
         refused = self._adapter.refused(self._report.state)
         if self._fresh_extras is not None:
             extras = {name: self._report.extras[name] for name in self._templates}
@@ -301,7 +301,7 @@ class StepSaver:
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": metadata or None}
 
     def _items(self, report: Report) -> dict[str, Any]:
-        """Return the checkpoint items; extras that differ between processes go to a per-process item."""
+        """Return the checkpoint items; extras that differ between processes go into a per-process item."""
         given, per_process = report.extras, {}
         items = {STATE: self._adapter.to_tree(report.state)}
         extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
@@ -318,7 +318,7 @@ class StepSaver:
         return {**items, "process": per_process} if per_process else items
 
     def _warn_of_gradients(self) -> None:
-        """Warn once about gradients that no optimizer has used yet, as they are not saved."""
+        """Warn once about gradients that no optimizer has used yet, because they are not saved."""
         if not (self._has_warned or self._versions.has_updated) and (gradients := self._versions.new_gradients()):
             self._has_warned = True
             logger.warning(
@@ -365,7 +365,7 @@ def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numeric metrics as Python numbers and lists of them; others, such as images or text, are omitted."""
 
     def omitted(name: str, error: Exception) -> None:
-        if isinstance(error, RuntimeError):  # the computation failed, or the value was donated
+        if isinstance(error, RuntimeError):  # the computation has failed, or the value has been donated
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
     for _, value in located({**metrics}, lambda metric: hasattr(metric, "copy_to_host_async")):

@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 _WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if grace_secs is unknown
 _INTERVAL = 0.1  # polling interval of the store, in seconds
 _REQUESTS = 1000  # maximum store requests per second, over all processes
-_PATIENCE = 60.0  # timeout in seconds for the other processes, which answer at most one batch later
+_PATIENCE = 60.0  # timeout in seconds for the other processes, which answer within one batch
 
 _Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)
 
@@ -39,8 +39,8 @@ class StepsAfterSignal:
         self._options = options
         self._manager = manager
         self._preemption = preemption
-        self._durations: deque[float] = deque(maxlen=20)  # durations of the last steps
-        self._last: float | None = None  # when the last step ended, on the monotonic clock
+        self._durations: deque[float] = deque(maxlen=20)  # durations of the last steps, in seconds
+        self._last: float | None = None  # end time of the last step, on the monotonic clock
         self._until = 0.0  # deadline for these steps, on the monotonic clock
 
     def note_step(self) -> None:
@@ -144,7 +144,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and tell processes that agree later that this one passes no more points."""
+        """Stop the thread, and let processes that agree on a point later know that this one passes no more points."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -172,7 +172,7 @@ class AgreedStop(Stop):
                     self._number = int(alarm) if alarm is not None else self._preemption.number
                     self._agree()
                     return
-        except Exception as error:  # a process is gone, which ends training anyway
+        except Exception as error:  # a process has ended, which ends training anyway
             logger.warning("the processes could not agree on where to stop: %s", error)
 
     def _agree(self) -> None:
@@ -208,7 +208,7 @@ def _first_open(answers: list[Any]) -> list[int] | None:
     validations = {answer[2] for answer in answers}
     if len(validations) == 1 and validations != {math.inf}:
         return [batches, validated + 1]
-    return [batches + 1, 0]  # otherwise some would stop within a validation, and others at its end
+    return [batches + 1, 0]  # otherwise some processes would stop within a validation, and others at its end
 
 
 def stop_of(
@@ -222,12 +222,12 @@ def stop_of(
 
 
 def barrier_exit(processes: ProcessGroup) -> None:
-    """Make process 0 exit last, as it may host the store that connects the processes."""
+    """Make process 0 exit last, because it may host the store that connects the processes."""
     group = processes.rendezvous("end")
     if group is None:
         return
     with contextlib.closing(group):
         try:
             group.gather("ended", b"", min(_PATIENCE, processes.timeout))
-        except (BarrierTimeoutError, PeerFailedError) as error:  # harmless, as this process has saved everything
+        except (BarrierTimeoutError, PeerFailedError) as error:  # harmless, because this process has saved everything
             logger.warning("not all processes have ended the run with this one: %s", error)

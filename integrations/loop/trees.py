@@ -1,6 +1,6 @@
-"""The adapter for tree states: pytrees, and nnx objects by their variables.
+"""The adapter for tree states: pytrees, and nnx objects, which are saved as trees of their variables.
 
-A loop replaces a pytree and never changes it in place. This module imports flax only if the state has nnx objects.
+A loop never changes a pytree in place, but replaces it. This module imports flax only if the state has nnx objects.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TreeAdapter(StateAdapter):
         return from_tree(state, restored)
 
     def note_step(self, state: Any) -> None:
-        if type(state) is not self._type:  # search again only if the type has changed
+        if type(state) is not self._type:  # search again only when the type has changed
             self._type, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
@@ -86,7 +86,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, a new array after each update; None without it."""
+        """Return the ``nnx.Optimizer``'s update counter, which is a new array after each update; None without one."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -102,7 +102,7 @@ class TreeAdapter(StateAdapter):
         from flax import nnx
 
         parameters = nnx.state(module, nnx.Param)
-        # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
+        # Checkpoints of the module may also contain its other variables, such as statistics, generators and caches.
         others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
         pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
         weights = load_weights(source, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
@@ -112,7 +112,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Return, as text for users, the parts of a later value that a restore into the fresh one would refuse."""
+    """Return, as text for users, the parts of a later value that a restore into the fresh value would refuse."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
@@ -194,12 +194,12 @@ def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
 def _has_changed(before: Any, now: Any) -> bool:
     if now is None or now is before:
         return False
-    # Values are compared, as a jitted function that returns the optimizer unchanged still creates a new array.
+    # Values are compared, because a jitted function creates a new array even if it does not change the optimizer.
     return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the nnx objects in dicts, lists and tuples by ``change``, in order."""
+    """Replace each nnx object in dicts, lists and tuples by the result of ``change``, in order."""
     if is_nnx(value):
         return change(value)
     if type(value) is dict:
@@ -256,7 +256,7 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 
 def _pairs(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names of corresponding leaves in two trees."""
+    """Yield the names of corresponding leaves in two trees, as pairs."""
     # Dictionary entries and attributes are matched by key. Optimizer chains are tuples that may have
     # grown, or be nested differently: their states are matched by order and class name.
     if not (_is_chain(saved) or _is_chain(wanted)):
@@ -277,7 +277,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     if node is None or other is None:
         if node is other:
             yield name, other_name
-    elif _optax(node) == _optax(other):  # otherwise two different transformations
+    elif _optax(node) == _optax(other):  # otherwise they belong to different transformations
         children = dict(zip(node.segments, node.named_children(name), strict=True))
         for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
             if segment in children:
@@ -285,7 +285,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
 
 
 def _is_chain(part: _Node) -> bool:
-    """Return whether a container is a tuple, or a dictionary that an nnx optimizer state has in place of one."""
+    """Return whether a container is a tuple, or a dictionary that takes the place of one in an nnx optimizer state."""
     name, node = part
     if node is None:
         return False

@@ -38,8 +38,8 @@ from .first_steps import cause_in_state
 
 logger = logging.getLogger("holdfast")
 
-_SAVES = 4  # earlier saves that may be in progress, in the directory and on the hosts' local storage
-_LAST = 4  # step reports after a save, until one line sums up the comparison
+_SAVES = 4  # number of earlier saves that may still be in progress, in the directory and on local storage
+_LAST = 4  # number of step reports after a save before one line sums up the comparison
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Proof:
     """The result so far of comparing a resumed run with the steps before the stop.
 
     Attributes:
-        exact: True if all compared steps are the same as before the stop; False if one is not; None as long as
-            nothing was compared, if nothing can be compared, or if only rounding differs.
+        exact: True if all compared steps are the same as before the stop; False if one is not; None if nothing has
+            been compared yet, if nothing can be compared, or if only rounding differs.
         steps: The compared steps that are identical to those before the stop.
         differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
         rounding: The greatest relative difference that counts as rounding, or None.
@@ -63,13 +63,13 @@ class Proof:
 
 
 class HandingOver(NamedTuple):
-    """Advice, specific to an integration, on how to hand over state that a resume lacks."""
+    """Advice, specific to an integration, on how to pass the callback state that a resume lacks."""
 
     data: str
     generator: str
     counter: str
     attribute: str
-    state: Callable[[Seen | None], str]  # the whole advice, given what the witness sees of the program
+    state: Callable[[Seen | None], str]  # returns the whole advice, given what the witness sees of the program
 
 
 IN_LOOPS = HandingOver(
@@ -110,15 +110,15 @@ class Witness:
         self._recorder: Recorder | None = None
         self._k = 0  # step reports since the last save
         self._mark: Any = None  # the epoch at the last report
-        self._last: Pending | None = None  # the record of the current step report, if it was recorded
+        self._last: Pending | None = None  # the record of the current step report, if there is one
         self._file: RecordFile | None = None
         self._earlier: list[RecordFile] = []  # record files of earlier saves that may be incomplete
         self._records = Records()  # records of the step that the run has resumed from
         self._resumed: int | None = None
-        self._waiting: list[Pending] = []  # records not compared yet
-        self._layers: dict[str, str] = {}  # descriptions of the layers that agreed
+        self._waiting: list[Pending] = []  # records that have not been compared yet
+        self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
         self._compares = False  # whether steps are being compared after a resume
-        self._has_said = True  # whether the line about the comparison was printed
+        self._has_said = True  # whether the line about the comparison has been logged
         self.error: StateError | None = None  # set if the resume is not exact, after which nothing may be saved
         if enabled:
             on_commit(manager, self._committed)
@@ -131,14 +131,14 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen) -> None:
-        """Begin a run without a checkpoint."""
+        """Start observing a run that has no checkpoint."""
         with self._only_logged():
             if self._enabled:
                 self._key = key_of(self._processes.count)
                 self._recorder = Recorder(seen)
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Compare the restored program with the record of the save; a ``why_not`` rules out any comparison."""
+        """Compare the restored program with the record of the save, unless ``why_not`` gives a reason against it."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -162,7 +162,7 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Record a step report, before a save of it is decided; raise StateError if ``on_inexact`` asks for it."""
+        """Record a step report before deciding whether to save it; raise StateError if ``on_inexact`` requires it."""
         # ``look`` is called only if the step is recorded or compared. ``mark`` has the epoch or epochs of the step: the
         # first step with a new mark is recorded as well.
         if self.error is not None:
@@ -193,12 +193,12 @@ class Witness:
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
         """Record the save of a step, which ends the comparison; raise StateError as :meth:`note` does."""
-        # If the step was just ``reported``, nothing has changed since, so the record of the report is reused.
+        # If the step has just been ``reported``, nothing has changed since, so the record of the report is reused.
         with self._only_logged():
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:  # moved: perhaps in the next epoch
+            if self._k and self._last is None and self.watches and not moved:  # if moved, it may be in the next epoch
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()
@@ -300,7 +300,7 @@ class Witness:
     def _found(
         self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
     ) -> None:
-        """Record a step that differs from before the stop, and report the first one."""
+        """Record a step that differs from the one before the stop, and report the first such step."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
@@ -357,7 +357,7 @@ class Witness:
 
 
 def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
-    """Return the likely cause of a difference, what to hand over, and which other state the program can reach."""
+    """Return the likely cause of a difference, what to pass to the callback, and which other state could be reached."""
     from ...engine.fingerprints import not_handed_over  # imported lazily: few runs need it
 
     if "batch" in differs:
@@ -377,7 +377,7 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why the options lead to other steps than before the stop, or an empty text."""
+    """Return why the options cause the steps to differ from those before the stop, or an empty text."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":
@@ -399,7 +399,7 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return what comparable runs must have in common, and the processor, which may explain rounding."""
+    """Return what comparable runs must have in common, and the processor, which may explain rounding differences."""
     names = ("torch", "jax", "numpy", "lightning")
     modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
     versions = [f"{name} {module.__version__}" for name, module in modules.items()]
