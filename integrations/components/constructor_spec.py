@@ -70,7 +70,7 @@ class CtorArguments(Untracked):
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Copy plain containers, since the object may change them."""
+    """Copy plain containers, because the object may change them."""
     if depth > _WRITTEN_DEPTH:  # too deep to be written
         return value
     if type(value) is dict:
@@ -272,7 +272,7 @@ class SpecDecoder:
             "torch.dtype": lambda value, _: _dtype("torch", _identifier(value)),
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
-            # any seed works, since the state restores the streams
+            # any seed works, because the state restores the streams
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(key): 0 for key in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }

@@ -29,7 +29,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
     The item's folder is a component tree as written by ``save_to_path``: it can be passed to ``restore_from_path``
     and ``from_checkpoint``, and so can the directory of each component in it.
 
-    With several processes, a save writes the components of process 0, and all processes restore these.
+    With several processes, a save writes the components of process 0, and all processes restore them.
 
     Args:
         layout: Sizes of chunks and data files, and how chunks are compressed.

@@ -46,7 +46,7 @@ def format_component_path(path: Path) -> str:
 
 
 def named_path(name: object, owner: object) -> Path:
-    """Return the relative path from a component to the one of this name below it."""
+    """Return the relative path from a component to the one with this name below it."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))

@@ -31,7 +31,7 @@ def was_main(path: str, cls: type) -> bool:
 
 
 def allow(thing: T) -> T:
-    """Allow all checkpoints to name a class or function; can be used as a decorator.
+    """Allow all checkpoints to name a class or function; also works as a decorator.
 
     Args:
         thing: A class or function, or an import path pattern such as ``"mygame.*"``. A matching module is
@@ -103,7 +103,7 @@ class Permissions:
             _add(target, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
-        self.main: str | None = None  # the module that was ``__main__`` in the program that saved
+        self.main: str | None = None  # the module that was ``__main__`` in the program that saved the checkpoint
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
         """Return the class or function at an import path; ``made`` if the checkpoint requests an instance."""

@@ -1,4 +1,4 @@
-"""Save component trees: prepare first, so that errors occur before anything is written, then commit all as one.
+"""Save component trees: prepare first, so that errors occur before anything is written, then commit everything at once.
 
 The metadata records library versions and the commit of the program's git repository.
 """
@@ -47,7 +47,7 @@ _REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an ac
 class PreparedComponents:
     """A component tree, ready to be written as a checkpoint or as an item of one."""
 
-    states: Mapping[Path, PreparedItem]  # by component path; () is the root
+    states: Mapping[Path, PreparedItem]  # keyed by component path; () is the root
     descriptions: Mapping[Path, bytes]  # contents of the component description files
     files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, once it is written
 

@@ -68,7 +68,7 @@ _AT_ONCE = 32  # maximum number of concurrent state requests to remote component
 
 
 class _GivenState(Location):
-    """The location of a state that the program passed, for messages."""
+    """The location that messages name for a state that the program has passed."""
 
     @property
     def url(self) -> str:
@@ -81,7 +81,7 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 @dataclass(slots=True)
 class OwnReport:
     missing: tuple[str, ...] = ()  # values in the component that the state lacks
-    unused: tuple[str, ...] = ()  # values in the state that the component has no place for
+    unused: tuple[str, ...] = ()  # values in the state for which the component has no place
     different: dict[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # tensors among the values that do not fit
     modes: tuple[str, ...] = ()  # changed module modes, ``requires_grad`` flags and optimizer options, as text
@@ -96,7 +96,7 @@ def inherited(method: F) -> F:
 def overrides(value: Any, method: str) -> bool:
     """True if an object has its own ``get_state`` or ``set_state`` rather than the inherited one."""
     implementation = getattr(type(value), method, None)
-    # For optimizers, the walk gives the values better names.
+    # Optimizers are always walked, because the walk gives their values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizers whose values would be lost, as no path leads to their parameters."""
+    """Raise UnsupportedLeafError for optimizers whose values would be lost: no path leads to their parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -311,7 +311,7 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, by path."""
+    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, keyed by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
     fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
@@ -364,7 +364,7 @@ _TREE = "(tree)"  # edge name for other components' parameters that have no name
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
-    """Return the paths of all tensors in a component tree, by tensor id."""
+    """Return the paths of all tensors in a component tree, keyed by tensor id."""
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():

@@ -23,8 +23,8 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds; how long a process waits for the others to agree on the start time below
-_SINCE = "holdfast.since"  # step metadata key: when the directory's first manager was created
+_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on the start time below
+_SINCE = "holdfast.since"  # step metadata key: the time at which the directory's first manager was created
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init = init_fn
         self._last = last_checkpoint_step
-        self._saving: tuple[int, int | None] | None = None  # number of the last save, and the `_last` before it
+        self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` as it was before it
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
         self._facts = {} if hours is None else {_SINCE: self._since(clock or SystemClock())}
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.close()
 
     def _since(self, clock: Clock) -> float:
-        """Return when the directory's first manager was created; 0 if its checkpoints do not record it."""
+        """Return the time at which the directory's first manager was created; 0 if its checkpoints do not record it."""
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1

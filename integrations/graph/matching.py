@@ -1,6 +1,6 @@
 """Match the program's objects with the nodes of a checkpoint, by walking both graphs at once.
 
-A torch optimizer's values and options are matched by its parameters, if both program and checkpoint have these.
+A torch optimizer's values and options are matched by its parameters, if program and checkpoint contain them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Visit(NamedTuple):
     view: View
     path: Path
     slot: Slot | None = None  # None for a root
-    within: frozenset[int] = frozenset()  # ids of the immutable containers around it
+    within: frozenset[int] = frozenset()  # ids of the immutable containers that hold it
 
 
 class Matching:
@@ -46,13 +46,13 @@ class Matching:
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values that their counterparts in the program cannot take
-        self.waiting: list[Any] = []  # holders without an object for a value below them
-        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, with their keys in the saved order
-        self.lacking: list[Path] = []  # in a final restore: entries missing from the program's containers
+        self.waiting: list[Any] = []  # holders that lack an object for a value below them
+        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # each dictionary with its keys in the saved order
+        self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
         self.has_unmatched = False  # whether the program has an object missing from the checkpoint
-        self._final = final  # create arrays that are missing from the program's containers
+        self._final = final  # whether to create arrays that the program's containers lack
         self._optimizers: dict[int, _LiveOptimizer] = {}
-        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, by id
+        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by id
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Yield assignments for everything reachable from the root."""
@@ -62,7 +62,7 @@ class Matching:
         yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Yield assignments for new objects below a bound holder: under the given key, or anywhere if it is None."""
+        """Yield assignments for new objects below a bound holder: under the given key, or any key if it is None."""
         self.bindings.begin()
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
@@ -103,7 +103,7 @@ class Matching:
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # Parts of an immutable container are visited at each place it is attached, because each place is rebuilt.
+            # Parts of an immutable container are visited wherever it is attached, because it is rebuilt in each place.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # Also None if the container holds an object that the program has elsewhere.
+        # Also None if the container holds an object that is bound elsewhere in the program.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -157,10 +157,10 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # The program may append objects to a list later; objects that it appends to a deque would go unnoticed.
+            # Objects appended to a list later can be restored then; those appended to a deque would go unnoticed.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Existing elements keep their identity if other objects hold them, too, or if a tuple holds them.
+            # Existing elements keep their identity if they are in a tuple, or if other objects refer to them as well.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -182,12 +182,12 @@ class Matching:
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
-                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's would lose the key order
+                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's method loses the key order
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # The graph of a plain tree, which has no states, has further edges for the parts of dotted keys.
+                # The graph of a plain tree, which has no states, has additional edges for the parts of dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -275,11 +275,11 @@ class Bindings:
     """Bindings of objects to nodes; the changes of one pass can be undone."""
 
     def __init__(self, graph: SavedGraph) -> None:
-        self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects for one node
+        self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects that match the same node
         self._graph = graph
         self.by_number: dict[int, list[Binding]] = {}
-        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of each object, by its id
-        self._before: list[tuple[int, list[Binding]]] = []  # bindings before the pass, with their nodes
+        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of each object, keyed by its id
+        self._before: list[tuple[int, list[Binding]]] = []  # bindings as they were before the pass, with their nodes
 
     @property
     def fresh(self) -> dict[int, None]:
@@ -329,7 +329,7 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root behind a checkpoint object, or any other object itself."""
+    """Return the root behind a checkpoint object; any other object is returned as it is."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 

@@ -144,7 +144,7 @@ class PartSlot(Attachment):
 class Assignment:
     """A checkpoint value and the slot that it is restored to."""
 
-    saved: int  # the value's checkpoint node
+    saved: int  # the node of the value in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
     covers: list[tuple[int, Path]] | None = None  # for a container of plain values: its values and their paths
@@ -158,7 +158,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Restore loaders that draw from the global generator first.
+    # First, restore the loaders that draw from the global generator.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):
@@ -188,12 +188,12 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # by id of the anchor, which is alive
+_writers: dict[int, dict[Path, int]] = {}  # keyed by id of the anchor, which is still alive
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor that does not support weak references alive as long as the restore that wrote to it."""
+    """Keeps an anchor that does not support weak references alive for as long as the restore that wrote to it."""
 
     anchor: Any
 

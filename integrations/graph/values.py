@@ -63,7 +63,7 @@ class SavedValues:
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
         self._graph = graph
-        self.kinds: dict[int, str] = {}  # kinds of the plain values, by node
+        self.kinds: dict[int, str] = {}  # kinds of the plain values, keyed by node
         self._arrays: set[int] = set()  # nodes of arrays with a kind in `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
@@ -76,14 +76,14 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # by container: nodes saved under other paths; filled by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # per container: nodes saved elsewhere; filled by `below`
         self.sharing: set[int] = set()  # containers whose inner containers are also held elsewhere; filled by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # keys by edge name, for each container
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
         """Return the values in a container, with their paths from it; None if it holds anything but plain values."""
-        # With `arrays`, arrays count as plain values unless something outside the container holds them.
+        # With `arrays`, arrays count as plain values unless objects outside the container refer to them.
         key = number, arrays
         if key not in self._known:
             self._known[key] = None  # the result for a container that contains itself
@@ -91,7 +91,7 @@ class SavedValues:
         return self._known[key]
 
     def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
-        """Return a container built from its nodes' values, or the value of a leaf node; each is ``made`` only once."""
+        """Return a container built from its nodes' values, or a leaf node's value; ``made`` caches containers."""
         if number not in values and number not in made:
             made[number] = self._build(number, values, made)
         return values[number] if number in values else made[number]
@@ -188,7 +188,7 @@ class SavedValues:
         return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """Return all arrays, transformed, if ``rename=`` has functions, and update ``saved``; else return []."""
+        """If ``rename=`` has functions, return all arrays, transformed, and update ``saved``; otherwise, return []."""
         transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []
@@ -305,7 +305,7 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created it yet
         return ...
-    # The saved type wins for numbers, as a float may have started as the int 0, and if the checkpoint has None.
+    # The saved type takes precedence if it is None, and for numbers, because a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

@@ -99,7 +99,7 @@ class Leaf:
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether the program requested it, or the object is code or a tool
+    intended: bool = False  # whether the program requested this, or the object is code or a tool
 
 
 View = Branch | Leaf | Unsaved
@@ -133,7 +133,7 @@ def root_view(root: Node | Part) -> Branch:
 
 
 def edge_at(holder: Any, key: object) -> Edge | None:
-    """Return one edge of a node or tracked container, or None if it takes a full `classify` to find it."""
+    """Return one edge of a node or tracked container, or None if only a full `classify` can find it."""
     if isinstance(holder, Node) and isinstance(key, str):
         if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
             return None

@@ -23,7 +23,7 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # per optimizer group: the parameters in the graph
+    groups: list[list[LiveNode]] = field(default_factory=list)  # for each optimizer group, its parameters in the graph
     number: int = -1  # node number in the saved document
     outside: bool = False  # the value is saved elsewhere; the node only names the object
 
@@ -64,7 +64,7 @@ class LiveGraph:
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes other than those that only name objects outside the graph."""
+        """The nodes, except for those that only name objects outside the graph."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
