@@ -211,7 +211,7 @@ class Checkpointable:
                 defined in matching modules, but not objects that these modules import from others.
             renamed: Maps import paths in the checkpoint to the current classes, or to their import paths.
             fallback: Construct a component of this class from the overrides alone if the saved class no longer exists.
-            strict: Treat components and values that only one side has as errors.
+            strict: Treat it as an error if only one side has a component or value.
             filesystem: The fsspec or pyarrow file system that contains ``path``.
             **overrides: Constructor arguments by name, instead of the saved ones. They also win over plain values
                 of the same name in the state: attributes and optimizer options.
@@ -267,7 +267,7 @@ class Checkpointable:
 
     @inherited
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`get_state` or a part of it: values that are not in it stay as they are.
+        """Restore a state from :meth:`get_state`, or a part of one; values that are not in it stay as they are.
 
         Args:
             state: The state.
@@ -282,7 +282,7 @@ class Checkpointable:
         return discovered(self)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the constructor arguments for recreating this object, or None if they are not known."""
+        """Return the constructor arguments for recreating this object, or None if they are unknown."""
         kept = getattr(self, "__dict__", {}).get(ARGUMENTS)
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 

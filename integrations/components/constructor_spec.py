@@ -39,7 +39,7 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array that is kept as an argument
+_ARRAY_LIMIT = 1 << 20  # maximum size, in bytes, of an array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Tensor dtypes that numpy has as well.
@@ -76,7 +76,7 @@ def _kept(value: Any, depth: int = 0) -> Any:
     if type(value) is dict:
         return {key: _kept(item, depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
-        plain = set(map(type, value)).issubset(PLAIN)  # a long list of numbers is copied at once
+        plain = set(map(type, value)).issubset(PLAIN)  # a long list of numbers is copied in one step
         return value[:] if plain else type(value)(_kept(item, depth + 1) for item in value)
     return set(value) if type(value) is set else value
 

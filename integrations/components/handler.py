@@ -153,7 +153,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         return TreeConstruction(saved, item or object, permissions).run(overrides or {}, strict=strict)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Return the state with a description in place of each leaf; no data is read."""
+        """Return the state with a description in place of each leaf, without reading any data."""
         return full_state(_opened(directory, files), NativeComponent.structure)
 
 

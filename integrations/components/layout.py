@@ -1,4 +1,4 @@
-"""The directory of a component tree: its records and documents, and what a commit adds to it.
+"""The directory of a component tree: its records and documents, and the files that a commit adds to it.
 
 The root's commit record has an item for every component: ``state`` for the root's own state, and the component path
 for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part also has a record,
@@ -41,7 +41,7 @@ from ..graph import Path, as_list
 from .constructor_spec import as_text, check_spec
 from .names import STATE
 
-# Layout version that is written (major, minor): a reader of the same major version understands it.
+# Layout version to write, as (major, minor); readers of the same major version understand it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers
@@ -57,7 +57,7 @@ class Description:
     type: str  # import path of the class: ``"module:qualified.name"``
     constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None if unknown
     obstacle: str = ""  # why the arguments are unknown
-    path: Path = ()  # from the root of the saved tree
+    path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
     # Components below that are saved elsewhere in the tree: their relative paths, each with the path from the root
     # under which the component is saved.

@@ -16,7 +16,7 @@ from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_chi
 from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the constructor arguments
-_DEPTH = 8  # maximum depth of containers searched for components
+_DEPTH = 8  # maximum depth to which containers are searched for components
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # a bare object, which has no name
+            return {STATE: value}  # a bare object, which has no name of its own
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -148,7 +148,7 @@ def refreshed(old: LiveComponent) -> LiveComponent:
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object itself names; none if it has no method for that."""
+    """Return the components that an object itself names; none if it has no method for this."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []

@@ -100,7 +100,7 @@ class NativeComponent:
         return TreeReader(self._folder, self._item.files)
 
     def structure(self) -> Any:
-        """Return the component's own state with a description in place of each leaf; no data is read."""
+        """Return the component's own state with a description in place of each leaf, without reading any data."""
         return tree_metadata(self._reader())
 
 

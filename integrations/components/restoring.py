@@ -223,7 +223,7 @@ def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
 
 
 def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
-    """Return the state for the component's own ``set_state``, or the opened graph if it has none."""
+    """Return the state for the component's own ``set_state``, or the opened graph if it has no such method."""
     return origin.state(component.value) if overrides(component.value, "set_state") else origin.graph()
 
 
@@ -357,7 +357,7 @@ class TreeConstruction:
         return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
-        """Construct an object from a spec that is nested in another spec."""
+        """Construct an object from a spec nested in another spec."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
         where = str(self.saved.location)
         cls = self.permissions.resolve(content.get("class"), where, made=True)

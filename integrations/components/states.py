@@ -88,13 +88,13 @@ class OwnReport:
 
 
 def inherited(method: F) -> F:
-    """Mark a method as the inherited one, to distinguish it from overrides."""
+    """Mark a method as the default implementation, to distinguish it from overrides."""
     vars(method)["inherited"] = True
     return method
 
 
 def overrides(value: Any, method: str) -> bool:
-    """True if an object has its own ``get_state`` or ``set_state`` rather than the inherited one."""
+    """True if an object has its own ``get_state`` or ``set_state`` rather than the default implementation."""
     implementation = getattr(type(value), method, None)
     # Optimizers are always walked, because the walk gives their values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
@@ -179,7 +179,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError for components inside objects that are not searched for components."""
     named = {id(other.value) for other in component.root.walk()}
-    # Components among the attributes are named on purpose, or left out with a warning.
+    # Components among the attributes are named deliberately, or left out with a warning.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
@@ -214,7 +214,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """True if a graph has more structure than its values in their containers."""
+    """True if a graph has structure beyond the containers that hold its values."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -226,7 +226,7 @@ def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Return a tree with copies of everything mutable."""
+    """Return a tree in which everything mutable has been copied."""
     if isinstance(tree, np.ndarray):
         return tree.copy()
     if is_torch_tensor(tree):
@@ -234,7 +234,7 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, PackedNumbers):
         return tree.unpack()
     contents = None if is_leaf(tree) else expand(tree)
-    if contents is not None and contents.kind != "mapping":  # Some mappings cannot be built from a dictionary.
+    if contents is not None and contents.kind != "mapping":  # Some mapping types cannot be built from a dictionary.
         return contents.build([copied(child) for child in contents.values])
     return copy.copy(tree) if isinstance(tree, set) else tree
 
@@ -255,7 +255,7 @@ def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, An
                 flat[child.name] = holder.pop(last)
     for name in {child.name.partition("/")[0] for child in live.children}:
         if flat.get(name) == {} and state.get(name):
-            del flat[name]  # it held only component states
+            del flat[name]  # it contained only component states
     return flat, [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
 
 

@@ -267,7 +267,7 @@ class CheckpointTemplate:
 
     checkpoint: Checkpoint
     _: KW_ONLY
-    counts: bool = True  # whether to restore the number of the next save
+    counts: bool = True  # whether to restore the save counter
     partial: bool = False
     rename: Rename | None = None
     select: Patterns | None = None
@@ -277,7 +277,7 @@ class CheckpointTemplate:
         """Read and compare the values; return a function that changes the objects and returns the status."""
         checkpoint, state = self.checkpoint, self.checkpoint._holdfast
         if not (self.partial or self.select or self.exclude):
-            check(checkpoint)  # objects that cannot be saved raise an error now, not at the first save
+            check(checkpoint)  # raises errors now, rather than at the first save
         restoration = Restoration(
             stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
         )
@@ -327,7 +327,7 @@ class _GraphSaver(AsyncCheckpointer):
         layout: Layout | None,
     ) -> str:
         self.join()
-        saver = copy.copy(self)  # a copy, because another thread or a signal handler may save meanwhile
+        saver = copy.copy(self)  # a copy, because another thread or a signal handler may save at the same time
         saver._number, saver.background = number, background
         save = saver.save if background else partial(Checkpointer.save, saver)
         try:
@@ -348,7 +348,7 @@ class _GraphSaver(AsyncCheckpointer):
         self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
-        """Return the next free number, the same on all processes."""
+        """Return the next free number, which is the same on all processes."""
         decide = partial(self._processes.decide, f"number {prefix.url}")
         return int(decide(lambda: max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1))
 

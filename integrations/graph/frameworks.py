@@ -53,7 +53,7 @@ def is_uninitialized(tensor: Any) -> bool:
 
 
 def module_children(module: Any) -> list[tuple[str, Any]]:
-    """Return a module's children by name, including modules in plain lists and dictionaries."""
+    """Return a module's children with their names, including modules in plain lists and dictionaries."""
     torch: Any = loaded("torch")
     transient = module._non_persistent_buffers_set
     buffers = {name: buffer for name, buffer in module._buffers.items() if name not in transient}
@@ -250,7 +250,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerSlot:
-    """One value that an optimizer keeps for a parameter; it may not exist yet."""
+    """One value that an optimizer keeps for a parameter; the value may not exist yet."""
 
     def __init__(self, optimizer: Any, group: dict[str, Any], parameter: Any, name: str) -> None:
         self.anchor = self.parameter = parameter
@@ -268,7 +268,7 @@ class OptimizerSlot:
 
 
 class OptionSlot:
-    """One option of a group, which may not exist yet; a tensor option is changed in place."""
+    """One option of a parameter group; the option may not exist yet. A tensor option is changed in place."""
 
     def __init__(self, optimizer: Any, number: int, name: str) -> None:
         self.anchor = optimizer

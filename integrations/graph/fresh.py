@@ -42,7 +42,7 @@ class _Object:
 
 
 class FreshObjects:
-    """Describes objects: the edges between them, and the types of their values."""
+    """Describes objects by the edges between them and the types of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
@@ -98,7 +98,7 @@ def _is_replaced(fresh: _Object, now: _Object) -> bool:
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
-    """Return why a value that is restored as a whole would not fit, or None."""
+    """Return why a value that is restored as a whole would not fit; None if it would."""
     wanted, saved = fresh.template, now.template
     if wanted is None:
         return None

@@ -139,7 +139,7 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._later: set[int] = set()  # steps after the last restored one, which may be saved again
+        self._later: set[int] = set()  # steps after the last restored step, which may be saved again
         self._limit = None if hours is None else max_to_keep
         self._left: set[int] = set()  # steps that a save has already pushed beyond the limit
         checkpoint._holdfast.managers.add(self)
@@ -190,7 +190,7 @@ class CheckpointManager:
             if is_early or step == self._last:
                 return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
-        if self._limit is not None:  # a save in progress counts toward the limit
+        if self._limit is not None:  # because a save in progress counts toward the limit
             try:
                 self._steps.wait_until_finished()
             except SaveFailedError as error:
@@ -277,7 +277,7 @@ class CheckpointManager:
         return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the save's number, the steps left behind by a restore, and the steps to pin."""
+        """Return the next counter, the save's number, the steps a restore has left behind, and the steps to pin."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(

@@ -39,17 +39,17 @@ class _Visit(NamedTuple):
 
 
 class Matching:
-    """Matches checkpoint nodes with live objects; ``final`` if the program will not build any more objects."""
+    """Matches checkpoint nodes with live objects; ``final`` means that the program will not build more objects."""
 
     def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
         self.values = values
         self.bindings = Bindings(graph)
-        self.unused: dict[int, Path] = {}  # values that their counterparts in the program cannot take
+        self.unused: dict[int, Path] = {}  # values for which their counterparts in the program have no place
         self.waiting: list[Any] = []  # holders that lack an object for a value below them
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # each dictionary with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
-        self.has_unmatched = False  # whether the program has an object missing from the checkpoint
+        self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
         self._final = final  # whether to create arrays that the program's containers lack
         self._optimizers: dict[int, _LiveOptimizer] = {}
         self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by id
@@ -78,7 +78,7 @@ class Matching:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Undo all bindings made since the last call of `from_root` or `from_holder` if the block fails."""
+        """If the block fails, undo all bindings that were made since the last call of `from_root` or `from_holder`."""
         try:
             yield
         except BaseException:
@@ -300,7 +300,7 @@ class Bindings:
         return [(target, path) for reference, path in references if (target := reference()) is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
-        """Return the nodes that an object is bound to, with the bindings."""
+        """Return the nodes to which an object is bound, each with its binding."""
         identity = id(_rooted(holder))
         pairs = [(number, binding) for number in self._numbers.get(identity, ()) for binding in self.by_number[number]]
         # A new object may reuse the id of a deleted one.
@@ -342,7 +342,7 @@ class _LiveOptimizer:
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # saved groups of the parameters, by group index
+        self.origins: dict[int, set[int]] = {}  # saved groups that the parameters come from, keyed by group index
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
@@ -355,6 +355,6 @@ class _LiveOptimizer:
         self.related = alike or is_kin(cls, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """True if this describes another optimizer, or parameters have been added since."""
+        """True if this describes another optimizer, or if parameters have been added since."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes

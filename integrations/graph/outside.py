@@ -160,7 +160,7 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=1024)  # many objects, few types
+@lru_cache(maxsize=1024)  # there are many objects, but few types
 def _attribute(cls: Any) -> str | None:
     names = (_CLASSES.get(base.__name__) for base in cls.__mro__ if base.__module__.partition(".")[0] in _WRAPPING)
     return next((name for name in names if name is not None), None)

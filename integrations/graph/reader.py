@@ -66,7 +66,7 @@ class GraphView:
         return self._graph.nodes[self._find(path)].type
 
     def same(self, one: str, other: str) -> bool:
-        """Return whether two paths lead to the same object."""
+        """Return True if two paths lead to the same object."""
         return self._find(one) == self._find(other)
 
     def _find(self, path: str) -> int:
@@ -220,7 +220,7 @@ def latest_checkpoint(directory: Place) -> str | None:
         newest = steps.newest(whole=True)
         if newest is not None or steps.entries:
             return None if newest is None else str(newest.location)
-        named = recognise(location)  # a TensorFlow directory may name its newest checkpoint
+        named = recognise(location)  # a TensorFlow directory may record its newest checkpoint
     except DamagedCheckpointError as error:
         _logger.warning("%s is damaged and passed over: %s", location, error)
         return None

@@ -224,7 +224,7 @@ class RestoreProgress:
 
 
 class Restoration:
-    """A restore into all objects reachable from a root; a ``final`` one does not wait for later objects."""
+    """A restore into all objects reachable from a root; a ``final`` restore does not wait for later objects."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class Restoration:
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
         """Return the program's restored and missing values; add those that keep their fresh state to ``skipped``."""
-        # State that holdfast 0.1.0 did not save.
+        # Paths of state that holdfast 0.1.0 did not save.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
         restored, missing = [], []
@@ -393,7 +393,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and compare values; return them, and the assignments that are already done."""
+        """Read values and compare them with the program; return them, and the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)

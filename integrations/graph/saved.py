@@ -16,7 +16,7 @@ from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
 OWN_STATES = "own_states"  # document key: states from modules' and optimizers' own methods are included
-ATTRIBUTES = "attributes"  # document key: the parts of Keras objects are named by attribute
+ATTRIBUTES = "attributes"  # document key: the parts of Keras objects are named after their attributes
 
 Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
 
@@ -39,7 +39,7 @@ class SavedNode:
     value: str | None = None  # storage name of the value, a leaf or a container
     type: str = ""  # the object's type name; empty for values, except number boxes
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[int]] = field(default_factory=list)  # the parameters of each optimizer group
+    groups: list[list[int]] = field(default_factory=list)  # for each optimizer group, its parameters
     transform: Transform | None = None  # None restores the value as it is
     training: bool = True  # whether a module was in training mode
 

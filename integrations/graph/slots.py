@@ -53,7 +53,7 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
 
 
 class Slot(Protocol):
-    anchor: Any  # the slot lives as long as this object, which supports weak references if possible
+    anchor: Any  # the slot exists as long as this object, which supports weak references if possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
@@ -70,7 +70,7 @@ class Attachment:
     anchor: Any
     trail: Path
     value: Any
-    change: Callable[[Any], None] | None = None  # None if it cannot be replaced
+    change: Callable[[Any], None] | None = None  # None if the value cannot be replaced
 
     def get(self) -> Any:
         return self.value
@@ -83,7 +83,7 @@ class Attachment:
 
 @dataclass(eq=False)
 class BoxSlot:
-    """A value that is accessed by a getter and a setter function."""
+    """A value that is accessed through a getter and a setter function."""
 
     anchor: Any
     trail: Path
@@ -172,7 +172,7 @@ def write_slots(changes: list[tuple[Slot, Any]]) -> None:
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
-    """Return a container with parts replaced; all other children are shared with the old container."""
+    """Return a container with some parts replaced; all other children are shared with the old container."""
     if () in updates:
         return updates[()]
     contents = expand(value)
@@ -193,7 +193,7 @@ _writers: dict[int, dict[Path, int]] = {}  # keyed by id of the anchor, which is
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor that does not support weak references alive for as long as the restore that wrote to it."""
+    """Keeps an anchor alive that does not support weak references, as long as the restore that wrote to it exists."""
 
     anchor: Any
 

@@ -20,7 +20,7 @@ class Resumable(Protocol):
     """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restore new objects below a holder: under the given key, or under any key if it is None."""
+        """Restore new objects below a holder, under the given key, or under any key if it is None."""
 
     def expects_below(self, holder: object, key: object) -> bool:
         """True if there are values for objects below the given key of a holder."""
@@ -123,8 +123,8 @@ class NodeState:
     """holdfast's own data about a node, apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
-    root: Any = None  # another object whose edges the node has as well, or a weak reference to it
-    counter: int | None = None  # for a checkpoint: the number of its last numbered save
+    root: Any = None  # another object whose edges the node has as well, or a weak reference to one
+    counter: int | None = None  # for a checkpoint object, the number of its last numbered save
 
 
 class Node:

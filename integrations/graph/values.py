@@ -68,7 +68,7 @@ class SavedValues:
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a number box: the program must create it, like an object with state.
+            # A node with a type is a number box, which the program must create, like an object with state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -83,7 +83,7 @@ class SavedValues:
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
         """Return the values in a container, with their paths from it; None if it holds anything but plain values."""
-        # With `arrays`, arrays count as plain values unless objects outside the container refer to them.
+        # With `arrays`, arrays count as plain values, unless objects outside the container refer to them.
         key = number, arrays
         if key not in self._known:
             self._known[key] = None  # the result for a container that contains itself
@@ -101,7 +101,7 @@ class SavedValues:
         if label in SEQUENCES:
             elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # its structure includes the maxlen
+            is_deque = stored is not None and stored.kind == "deque"  # its structure includes its maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]
@@ -247,7 +247,7 @@ def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
-        return True  # an array without gradients
+        return True  # an array that requires no gradients
     if type(value) not in PLAIN_CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in plain:
@@ -296,7 +296,7 @@ def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
 
 
 def _template(assignment: Assignment, leaf: Saved) -> Any:
-    """Return the template for a value; ``...`` accepts any value."""
+    """Return the template for a value; the template ``...`` accepts any value."""
     slot = assignment.slot
     if isinstance(slot, TensorSlot):
         return slot.template(leaf.shape or ())
