@@ -163,7 +163,7 @@ class Checkpointable:
             keep: Path patterns such as ``"**/lr"``: matching values stay as they are. A path is the component's
                 path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
                 is an error.
-            strict: Treat components and values that only the program or only the checkpoint has as errors.
+            strict: Treat it as an error if only the program or only the checkpoint has a component or value.
             filesystem: The fsspec or pyarrow file system that contains ``path``.
 
         Returns:

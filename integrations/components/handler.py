@@ -117,7 +117,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             directory: The item's folder.
             item: The running component; or the class of the new component, or None for the saved class.
             files: The folder's files, from the commit record.
-            strict: Treat components and values that only the program or only the checkpoint has as errors.
+            strict: Treat it as an error if only the program or only the checkpoint has a component or value.
             misfits: For a running component: values that do not fit stay as they are, and are recorded here.
             modes: For a running component: whether to restore the training or evaluation mode of modules, and whether
                 parameters require gradients.

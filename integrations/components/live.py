@@ -26,7 +26,7 @@ class LiveComponent(Part):
     path: Path  # from the root
     name: str = ""  # name within the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
-    # dict from further paths of components to the components' own paths in the tree
+    # dict from additional paths of components to their own paths in the tree
     same: dict[Path, Path] = field(default_factory=dict)
     above: LiveComponent | None = None  # the tree's root; None for the root itself
     parameters: dict[int, Path] | None = None  # root only: tensor paths, keyed by tensor id; computed on demand

@@ -67,7 +67,7 @@ class PreparedComponents:
             raise
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        # is only called on process 0
+        # only called on process 0
         items = self._write_states({path: below(folder, path) / STATE for path in self.states}, member.awaited)
         self.files.clear()
         for item in items.values():

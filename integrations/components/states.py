@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizers whose values would be lost: no path leads to their parameters."""
+    """Raise UnsupportedLeafError for optimizer values that would be lost because no path leads to the parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "

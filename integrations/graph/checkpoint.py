@@ -48,7 +48,7 @@ class _CheckpointState(NodeState):
 class Checkpoint(Node):
     """Saves and restores the objects attached to it, by the names of the attributes that lead to them.
 
-    They can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
+    Objects can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
     numbers and text, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
     ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that is reachable in
     several ways is saved only once.

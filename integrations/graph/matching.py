@@ -347,8 +347,8 @@ class _LiveOptimizer:
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
         self.saved_options = {int(key): graph.nodes[child].edges for key, child in options.items() if key.isdecimal()}
-        # Related classes are the same class, a base or derived class, or torch optimizers with the same options: before
-        # torch 2.7, AdamW did not derive from Adam.
+        # Classes are related if equal, if one derives from the other, or if they are torch optimizers with the same
+        # options, because AdamW did not derive from Adam before torch 2.7.
         cls = type(getattr(optimizer, "optimizer", optimizer))
         of_torch = node.type.startswith(_TORCH) and cls.__module__.startswith(_TORCH)
         alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()

@@ -254,7 +254,7 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
-        self._replaced: set[Path] = set()  # restored plain containers, without elements that the checkpoint lacks
+        self._replaced: set[Path] = set()  # restored plain containers, now without elements that the checkpoint lacks
         self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
         self.retired = False  # whether superseded by a later restore that has all values this one waits for
         self.reported: set[Path] = set()  # values of later objects that a save has already reported
