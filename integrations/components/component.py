@@ -46,14 +46,14 @@ class Component(Protocol):
         """Return the state, with or without the states of the components below, which are saved separately."""
 
     def set_state(self, state: Any) -> None:
-        """Restore a state or a part of it: values that are not in it stay as they are."""
+        """Restore a state or a part of one: values that are not in it stay as they are."""
 
     def get_checkpointable_components(self) -> Iterable[tuple[str, Any]]:
-        """Return the components below by name: objects like this one, modules, optimizers, or any other objects."""
+        """Return the named components below: objects like this one, modules, optimizers, or any other objects."""
 
 
 class Checkpointable:
-    """Base class of components: objects that are saved to a directory, restored from it, and constructed from it.
+    """Base class of components: objects that can be saved to a directory, restored from it, and constructed from it.
 
     By default, a component's state is everything reachable from its attributes (tensors, arrays, modules,
     optimizers, numbers, text, containers, random generators, other objects), and its components are the attributes that
@@ -120,7 +120,7 @@ class Checkpointable:
         Raises:
             UnsupportedLeafError: A state cannot be saved; the message names the value. Nothing was written.
             CheckpointExistsError: Something exists at the path already.
-            StorageConflictError: Another save to the same path has started since.
+            StorageConflictError: Another save to the same path has started in the meantime.
             StorageError: The storage refused the write; the tree that was there before is intact.
             PeerFailedError: With several processes: process 0 could not save.
         """
@@ -163,7 +163,7 @@ class Checkpointable:
             keep: Path patterns such as ``"**/lr"``: matching values stay as they are. A path is the component's
                 path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
                 is an error.
-            strict: Treat components and values that only the program or only the checkpoint has as errors.
+            strict: Treat it as an error if only the program or only the checkpoint has a component or value.
             filesystem: The fsspec or pyarrow file system that contains ``path``.
 
         Returns:
@@ -211,7 +211,7 @@ class Checkpointable:
                 defined in matching modules, but not objects that these modules import from others.
             renamed: Maps import paths in the checkpoint to the current classes, or to their import paths.
             fallback: Construct a component of this class from the overrides alone if the saved class no longer exists.
-            strict: Treat components and values that only one side has as errors.
+            strict: Treat it as an error if only one side has a component or value.
             filesystem: The fsspec or pyarrow file system that contains ``path``.
             **overrides: Constructor arguments by name, instead of the saved ones. They also win over plain values
                 of the same name in the state: attributes and optimizer options.
@@ -267,7 +267,7 @@ class Checkpointable:
 
     @inherited
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`get_state` or a part of it: values that are not in it stay as they are.
+        """Restore a state from :meth:`get_state`, or a part of one; values that are not in it stay as they are.
 
         Args:
             state: The state.
@@ -278,16 +278,16 @@ class Checkpointable:
         _give(live_tree(self), state)
 
     def get_checkpointable_components(self) -> Sequence[tuple[str, Any]]:
-        """Return the components below by name: attributes that are components, also inside lists and dictionaries."""
+        """Return the named components below: attributes that are components, also inside lists and dictionaries."""
         return discovered(self)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the constructor arguments for recreating this object, or None if they are not known."""
+        """Return the constructor arguments for recreating this object, or None if they are unknown."""
         kept = getattr(self, "__dict__", {}).get(ARGUMENTS)
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return JSON facts for human readers, for ``metadata.json``, which also has versions, commit and time."""
+        """Return JSON data for human readers, to be written to ``metadata.json`` with the versions, commit and time."""
         return {}
 
 
@@ -329,7 +329,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the states of the components below, then the own state, then those of components that it created."""
+    """Set the states of the components below, then its own state, then those of components that this has created."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

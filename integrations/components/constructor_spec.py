@@ -39,7 +39,7 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array that is kept as an argument
+_ARRAY_LIMIT = 1 << 20  # maximum size, in bytes, of an array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Tensor dtypes that numpy has as well.
@@ -70,13 +70,13 @@ class CtorArguments(Untracked):
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Copy plain containers, since the object may change them."""
+    """Copy plain containers, because the object may change them."""
     if depth > _WRITTEN_DEPTH:  # too deep to be written
         return value
     if type(value) is dict:
         return {key: _kept(item, depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
-        plain = set(map(type, value)).issubset(PLAIN)  # a long list of numbers is copied at once
+        plain = set(map(type, value)).issubset(PLAIN)  # a long list of numbers is copied in one step
         return value[:] if plain else type(value)(_kept(item, depth + 1) for item in value)
     return set(value) if type(value) is set else value
 
@@ -272,7 +272,7 @@ class SpecDecoder:
             "torch.dtype": lambda value, _: _dtype("torch", _identifier(value)),
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
-            # any seed works, since the state restores the streams
+            # any seed works, because the state restores the streams
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(key): 0 for key in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }

@@ -29,7 +29,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
     The item's folder is a component tree as written by ``save_to_path``: it can be passed to ``restore_from_path``
     and ``from_checkpoint``, and so can the directory of each component in it.
 
-    With several processes, a save writes the components of process 0, and all processes restore these.
+    With several processes, a save writes the components of process 0, and all processes restore them.
 
     Args:
         layout: Sizes of chunks and data files, and how chunks are compressed.
@@ -117,7 +117,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             directory: The item's folder.
             item: The running component; or the class of the new component, or None for the saved class.
             files: The folder's files, from the commit record.
-            strict: Treat components and values that only the program or only the checkpoint has as errors.
+            strict: Treat it as an error if only the program or only the checkpoint has a component or value.
             misfits: For a running component: values that do not fit stay as they are, and are recorded here.
             modes: For a running component: whether to restore the training or evaluation mode of modules, and whether
                 parameters require gradients.
@@ -153,7 +153,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         return TreeConstruction(saved, item or object, permissions).run(overrides or {}, strict=strict)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Return the state with a description in place of each leaf; no data is read."""
+        """Return the state with a description in place of each leaf, without reading any data."""
         return full_state(_opened(directory, files), NativeComponent.structure)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a component tree: its records and documents, and what a commit adds to it.
+"""The directory of a component tree: its records and documents, and the files that a commit adds to it.
 
 The root's commit record has an item for every component: ``state`` for the root's own state, and the component path
 for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part also has a record,
@@ -41,13 +41,13 @@ from ..graph import Path, as_list
 from .constructor_spec import as_text, check_spec
 from .names import STATE
 
-# Layout version that is written (major, minor): a reader of the same major version understands it.
+# Layout version to write, as (major, minor); readers of the same major version understand it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers
 # Array folder within a state folder; created first, so that both names become durable together.
 DATA = "d"
-_LEVELS = 32  # number of parent directories searched for the tree of a path
+_LEVELS = 32  # maximum number of parent directories to search for the tree that contains a path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Description:
     type: str  # import path of the class: ``"module:qualified.name"``
     constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None if unknown
     obstacle: str = ""  # why the arguments are unknown
-    path: Path = ()  # from the root of the saved tree
+    path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
     # Components below that are saved elsewhere in the tree: their relative paths, each with the path from the root
     # under which the component is saved.
@@ -134,7 +134,7 @@ def below(root: Location, path: Path) -> Location:
 
 
 def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
-    """Return a record's items that are components, by path."""
+    """Return the items of a record that are components, keyed by path."""
     parts = {}
     for name, item in record.items.items():
         path = _path_of(name)
@@ -145,7 +145,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return the record of each part by path, with the items of the part and of the components below it."""
+    """Return the record of each part, keyed by path, with the items of the part and of the components below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():
@@ -157,7 +157,7 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
-    """Find the tree that a directory is part of: its root, its record, and the path from the root to the directory."""
+    """Find the tree that contains a directory: its root, its record, and the path from the root to the directory."""
     names: tuple[str, ...] = ()
     directory = location
     for _ in range(_LEVELS):

@@ -16,7 +16,7 @@ from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_chi
 from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the constructor arguments
-_DEPTH = 8  # maximum depth of containers searched for components
+_DEPTH = 8  # maximum depth to which containers are searched for components
 
 
 @dataclass(slots=True, eq=False)
@@ -26,10 +26,10 @@ class LiveComponent(Part):
     path: Path  # from the root
     name: str = ""  # name within the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
-    # further paths of components, each with the component's own path in the tree
+    # dict from additional paths of components to their own paths in the tree
     same: dict[Path, Path] = field(default_factory=dict)
     above: LiveComponent | None = None  # the tree's root; None for the root itself
-    parameters: dict[int, Path] | None = None  # root only: tensor paths by tensor id, computed on demand
+    parameters: dict[int, Path] | None = None  # root only: tensor paths, keyed by tensor id; computed on demand
 
     @property
     def root(self) -> LiveComponent:
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # a bare object, which has no name
+            return {STATE: value}  # a bare object, which has no name of its own
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that it names, with relative paths; those located elsewhere in the tree come last."""
+        """Return the components it names, with relative paths; those located elsewhere in the tree come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -102,7 +102,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for components, False for paths above them: a directory has one owner
+        taken: dict[Path, bool] = {}  # True for components, False for paths above, because a directory has one owner
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -126,7 +126,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
 
 
 def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
-    """Return a tree's components by all of their paths."""
+    """Return a dict from path to component for a whole tree; a component may have several paths."""
     by_path = {component.path: component for component in root.walk()}
     for component in list(by_path.values()):
         for path, goal in component.same.items():
@@ -136,19 +136,19 @@ def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
 
 
 def modules_of(root: Any) -> dict[str, Any]:
-    """Return the torch modules among a tree's components, by path."""
+    """Return the torch modules among a tree's components, keyed by path."""
     return {"/".join(part.path): part.value for part in live_tree(root).walk() if is_module(part.value)}
 
 
 def refreshed(old: LiveComponent) -> LiveComponent:
-    """Return a component with the components that are below it now."""
+    """Return a component's tree as it is now, because the components below it may have changed."""
     root = live_tree(old.root.value, old.root.path, old.root.name)
     same = next((other for other in root.walk() if other.value is old.value), None)
     return live_tree(old.value, old.path, old.name, root) if same is None or same.path != old.path else same
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object itself names; none if it has no method for that."""
+    """Return the components that an object itself names; none if it has no method for this."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []

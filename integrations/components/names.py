@@ -46,7 +46,7 @@ def format_component_path(path: Path) -> str:
 
 
 def named_path(name: object, owner: object) -> Path:
-    """Return the relative path from a component to the one of this name below it."""
+    """Return the relative path from a component to the one with this name below it."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
@@ -64,7 +64,7 @@ def find(text: str, components: Iterable[Path], where: str) -> Path:
 
 
 class Selection:
-    """The components that a call selects; ``known`` maps each path to the one under which the component is saved."""
+    """The components that a call selects; ``known`` maps each path to the path under which the component is saved."""
 
     def __init__(
         self, components: Names | None, not_components: Names | None, known: Mapping[Path, Path], where: str
@@ -73,17 +73,17 @@ class Selection:
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
     def has(self, path: Path) -> bool:
-        """True if a component, or one above it, is selected."""
+        """True if a component or one above it is selected."""
         above = {path[:length] for length in range(1, len(path) + 1)}
         return not above & self._out and (self._in is None or bool(above & self._in))
 
     def leads_to(self, path: Path) -> bool:
-        """True if a component is selected, or is above a selected one."""
+        """True if a component is selected or is above a selected one."""
         excluded = any(path[:length] in self._out for length in range(1, len(path) + 1))
         return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return the selected and the excluded components below one, as relative paths; None if all or none."""
+        """Return relative paths of selected components below one (None if all), and of excluded ones (None if none)."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 

@@ -26,12 +26,12 @@ _renamed: dict[str, Any] = {}
 
 
 def was_main(path: str, cls: type) -> bool:
-    """True if an import path names a class in the main program, by its qualified name."""
+    """True if an import path refers to a class by its qualified name in the main program."""
     return path == f"{_MAIN}{cls.__qualname__}"
 
 
 def allow(thing: T) -> T:
-    """Allow all checkpoints to name a class or function; can be used as a decorator.
+    """Allow all checkpoints to name a class or function; also works as a decorator.
 
     Args:
         thing: A class or function, or an import path pattern such as ``"mygame.*"``. A matching module is
@@ -103,10 +103,10 @@ class Permissions:
             _add(target, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
-        self.main: str | None = None  # the module that was ``__main__`` in the program that saved
+        self.main: str | None = None  # the module that was ``__main__`` in the program that saved the checkpoint
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Return the class or function at an import path; ``made`` if the checkpoint requests an instance."""
+        """Return the class or function at an import path; with ``made``, the checkpoint requests an instance."""
         if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path
@@ -136,7 +136,7 @@ class Permissions:
         )
 
     def _matches(self, path: str) -> bool:
-        """True if a pattern matches an import path, written with its colon or with a dot instead."""
+        """True if a pattern matches an import path, written with a colon or with a dot instead."""
         dotted = path.replace(":", ".")
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
@@ -152,10 +152,10 @@ class Permissions:
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:
-        """Return a loaded class that is harmless: a component class, or a torch layer or optimizer."""
+        """Return an imported class that is harmless: a component class, or a torch layer or optimizer."""
         classes = () if self._base is None else (self._base, *derived_classes(self._base))
         if matching := [cls for cls in classes if import_path(cls) == path]:
-            return matching[-1]  # the newest: a notebook may redefine a class
+            return matching[-1]  # the newest, because a notebook may redefine a class
         module, name = path.split(":")
         for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
             root = sys.modules.get(home)

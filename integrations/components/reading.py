@@ -37,7 +37,7 @@ from .states import GRAPH, read_document, stored_state
 
 _logger = logging.getLogger("holdfast")
 
-_SEARCHED = 100  # maximum number of directories searched for a tree to name in a message
+_SEARCHED = 100  # maximum number of directories to search for a tree that a message can name
 _SMALL = 16 << 20  # maximum size in bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
@@ -45,7 +45,7 @@ _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 class NativeComponent:
     """A component in a holdfast checkpoint; its ``path`` starts at the component that was opened."""
 
-    left_out: Sequence[str] = ()  # what the file has but the returned state lacks, one line each, with the reason
+    left_out: Sequence[str] = ()  # values in the file that the returned state lacks, one line each, with the reason
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -60,7 +60,7 @@ class NativeComponent:
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
-        """The components below, by their paths from this one."""
+        """The components below, keyed by their paths relative to this one."""
         children: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
@@ -71,7 +71,7 @@ class NativeComponent:
         return children
 
     def elsewhere(self, goal: Path) -> NativeComponent | None:
-        """Return the component at a path from the root of the saved tree, if it is part of what was opened."""
+        """Return the component at a path from the root of the saved tree, if it is in the opened part of the tree."""
         start = self.description.path[: len(self.description.path) - len(self.path)]
         path = goal[len(start) :]
         inside = (*start, *path) == goal and path in self._items
@@ -80,7 +80,7 @@ class NativeComponent:
     def state(self, component: Any = None) -> Any:
         """Read the component's own state, without the components below; raise DamagedCheckpointError."""
         # Arrays are loaded with the libraries they were saved from. Named tuples and dataclasses become dictionaries,
-        # unless a component of the program shows their classes.
+        # unless their classes are known from a component of the program.
         with collection_paused():
             reader = self._reader()
             libraries = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
@@ -100,7 +100,7 @@ class NativeComponent:
         return TreeReader(self._folder, self._item.files)
 
     def structure(self) -> Any:
-        """Return the component's own state with a description in place of each leaf; no data is read."""
+        """Return the component's own state with a description in place of each leaf, without reading any data."""
         return tree_metadata(self._reader())
 
 
@@ -202,7 +202,7 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     parts = parts_of(record)
     if path in parts:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    while around is not None:  # a shared component, at a path that it is not saved under
+    while around is not None:  # a shared component, at a path under which it is not saved
         top, whole, rest = around
         other = descend(NativeComponent(top, parts_of(whole)), rest)
         if other is not None:
@@ -238,7 +238,7 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at a path below another, even if it was saved under a different path, or None."""
+    """Return the component at ``path`` relative to ``saved``, even if saved under another path, or else None."""
     if not path:
         return saved
     for name, child in saved.children.items():

@@ -73,7 +73,7 @@ class TreeRestore:
         return _lines((path, of(report)) for path, report in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
-        """Return the saved component for each live one, by path; components come after those below them."""
+        """Return a dict from live component path to saved component; components come after those below them."""
         origins: dict[Path, SavedComponent] = {}
         elsewhere: dict[Path, SavedComponent] = {}  # for components named here but located elsewhere in the program
 
@@ -123,10 +123,10 @@ class TreeRestore:
         return apply
 
     def run(self) -> RestoreReport:
-        """Restore every component, then those that were created by restoring others."""
+        """Restore every component, then the components that this has created."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # the last one needs no undo, as nothing can fail after it
+            if not self.fresh:  # the last one needs no undo, because nothing can fail after it
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
@@ -171,7 +171,7 @@ class TreeRestore:
         self._done[live.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
-        """Return the paths of the values for which a component keeps its own."""
+        """Return the paths at which a component keeps its own values."""
         keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
         if isinstance(keep, PathFilter):
             return [path for path, _ in values if not keep.chooses((*above, *path))]
@@ -223,7 +223,7 @@ def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
 
 
 def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
-    """Return the state for the component's own ``set_state``, or the opened graph if it has none."""
+    """Return the state for the component's own ``set_state``, or the opened graph if it has no such method."""
     return origin.state(component.value) if overrides(component.value, "set_state") else origin.graph()
 
 
@@ -257,7 +257,7 @@ class TreeConstruction:
         except ConstructorFailed as failed:
             (error,) = failed.args
             raise error from error.__cause__
-        # Overrides win over plain state values of the same name: attributes, optimizer options.
+        # Overrides take precedence over plain state values of the same name: attributes, optimizer options.
         names = {escape_key(name) for name in overrides}
 
         def keep(path: Path, leaf: SavedLeaf | None) -> bool:
@@ -357,7 +357,7 @@ class TreeConstruction:
         return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
-        """Construct an object from a spec that is nested in another spec."""
+        """Construct an object from a spec nested in another spec."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
         where = str(self.saved.location)
         cls = self.permissions.resolve(content.get("class"), where, made=True)

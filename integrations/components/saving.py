@@ -1,4 +1,4 @@
-"""Save component trees: prepare first, so that errors occur before anything is written, then commit all as one.
+"""Save component trees: prepare first, so that errors occur before anything is written, then commit everything at once.
 
 The metadata records library versions and the commit of the program's git repository.
 """
@@ -40,14 +40,14 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, unlike an actor handle
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, which an actor handle does not
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedComponents:
     """A component tree, ready to be written as a checkpoint or as an item of one."""
 
-    states: Mapping[Path, PreparedItem]  # by component path; () is the root
+    states: Mapping[Path, PreparedItem]  # keyed by component path; () is the root
     descriptions: Mapping[Path, bytes]  # contents of the component description files
     files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, once it is written
 
@@ -67,7 +67,7 @@ class PreparedComponents:
             raise
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        # called on process 0 only
+        # only called on process 0
         items = self._write_states({path: below(folder, path) / STATE for path in self.states}, member.awaited)
         self.files.clear()
         for item in items.values():
@@ -165,7 +165,7 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Split a state of the whole tree by component, without changing it."""
+    """Split the state of a whole tree into those of its components, without changing it."""
     own_state, below = divided(live, state)
     states: dict[Path, Any] = {live.path: own_state}
     for child, inner in below:
@@ -250,14 +250,14 @@ _version = functools.cache(metadata.version)
 
 @functools.cache
 def commit_of(module: str) -> str | None:
-    """Return the commit of a module's git repository, or None, without running git."""
-    # Cached, because a later commit is not the code that this process has loaded.
+    """Return the commit of a module's git repository, without running git; None if there is none."""
+    # Cached, because a later commit does not contain the code that this process has loaded.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 
 
 def commit_in(start: FilePath) -> str | None:
-    """Return the commit of the git repository around a folder, or None, without running git."""
+    """Return the commit of the git repository that contains a folder, without running git; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         for folder in (start, *start.parents):
             git = folder / ".git"

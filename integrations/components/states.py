@@ -68,7 +68,7 @@ _AT_ONCE = 32  # maximum number of concurrent state requests to remote component
 
 
 class _GivenState(Location):
-    """The location of a state that the program passed, for messages."""
+    """The location that messages name for a state that the program has passed."""
 
     @property
     def url(self) -> str:
@@ -81,22 +81,22 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 @dataclass(slots=True)
 class OwnReport:
     missing: tuple[str, ...] = ()  # values in the component that the state lacks
-    unused: tuple[str, ...] = ()  # values in the state that the component has no place for
+    unused: tuple[str, ...] = ()  # values in the state for which the component has no place
     different: dict[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # tensors among the values that do not fit
     modes: tuple[str, ...] = ()  # changed module modes, ``requires_grad`` flags and optimizer options, as text
 
 
 def inherited(method: F) -> F:
-    """Mark a method as the inherited one, to distinguish it from overrides."""
+    """Mark a method as the default implementation, to distinguish it from overrides."""
     vars(method)["inherited"] = True
     return method
 
 
 def overrides(value: Any, method: str) -> bool:
-    """True if an object has its own ``get_state`` or ``set_state`` rather than the inherited one."""
+    """True if an object has its own ``get_state`` or ``set_state`` rather than the default implementation."""
     implementation = getattr(type(value), method, None)
-    # For optimizers, the walk gives the values better names.
+    # Optimizers are always walked, because the walk gives their values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
@@ -179,7 +179,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError for components inside objects that are not searched for components."""
     named = {id(other.value) for other in component.root.walk()}
-    # Components among the attributes are named on purpose, or left out with a warning.
+    # Components among the attributes are named deliberately, or left out with a warning.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizers whose values would be lost, as no path leads to their parameters."""
+    """Raise UnsupportedLeafError for optimizer values that would be lost because no path leads to the parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -214,7 +214,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """True if a graph has more structure than its values in their containers."""
+    """True if a graph has structure beyond the containers that hold its values."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -226,7 +226,7 @@ def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Return a tree with copies of everything mutable."""
+    """Return a tree in which everything mutable has been copied."""
     if isinstance(tree, np.ndarray):
         return tree.copy()
     if is_torch_tensor(tree):
@@ -234,7 +234,7 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, PackedNumbers):
         return tree.unpack()
     contents = None if is_leaf(tree) else expand(tree)
-    if contents is not None and contents.kind != "mapping":  # Some mappings cannot be built from a dictionary.
+    if contents is not None and contents.kind != "mapping":  # Some mapping types cannot be built from a dictionary.
         return contents.build([copied(child) for child in contents.values])
     return copy.copy(tree) if isinstance(tree, set) else tree
 
@@ -255,7 +255,7 @@ def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, An
                 flat[child.name] = holder.pop(last)
     for name in {child.name.partition("/")[0] for child in live.children}:
         if flat.get(name) == {} and state.get(name):
-            del flat[name]  # it held only component states
+            del flat[name]  # it contained only component states
     return flat, [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
 
 
@@ -311,7 +311,7 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, by path."""
+    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, keyed by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
     fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
@@ -364,7 +364,7 @@ _TREE = "(tree)"  # edge name for other components' parameters that have no name
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
-    """Return the paths of all tensors in a component tree, by tensor id."""
+    """Return the paths of all tensors in a component tree, keyed by tensor id."""
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():

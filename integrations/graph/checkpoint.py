@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
     managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # count steps from the last restore
-    reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects already logged by the last save
+    reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has already logged
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for objects attached later
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
@@ -48,7 +48,7 @@ class _CheckpointState(NodeState):
 class Checkpoint(Node):
     """Saves and restores the objects attached to it, by the names of the attributes that lead to them.
 
-    Objects are torch modules and optimizers, flax nnx modules and optimizers, pytrees such as a ``TrainState``, arrays,
+    Objects can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
     numbers and text, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
     ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that is reachable in
     several ways is saved only once.
@@ -173,7 +173,7 @@ class Checkpoint(Node):
         Raises:
             CheckpointNotFoundError: There is no checkpoint at the path.
             DamagedCheckpointError: The checkpoint fails verification; nothing was changed.
-            TreeMismatchError: Objects have other shapes or dtypes than their values, or nothing at all was found in
+            TreeMismatchError: Shapes or dtypes of objects and values differ, or nothing at all was found in
                 the checkpoint; nothing was changed.
             UnsupportedLeafError: An attached object can be neither saved nor restored, and neither ``partial`` nor
                 patterns in ``select`` or ``exclude`` show that this is intended; nothing was changed.
@@ -202,7 +202,7 @@ class Checkpoint(Node):
     def peek(self, path: Place) -> Peek:
         """Return what a restore would read: the step, and the program's numbers and texts.
 
-        This is for programs that must build objects depending on the step that they resume from. Nothing is changed.
+        This is for programs that build different objects depending on the step they resume from. Nothing is changed.
 
         Args:
             path: A checkpoint, or a directory of numbered checkpoints, of which the newest is used.
@@ -230,7 +230,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Return what a save writes, and log skipped objects; raise StateError or UnsupportedLeafError."""
+    """Return the data that a save writes, and log skipped objects; raise StateError or UnsupportedLeafError."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
@@ -267,7 +267,7 @@ class CheckpointTemplate:
 
     checkpoint: Checkpoint
     _: KW_ONLY
-    counts: bool = True  # whether to restore the number of the next save
+    counts: bool = True  # whether to restore the save counter
     partial: bool = False
     rename: Rename | None = None
     select: Patterns | None = None
@@ -277,7 +277,7 @@ class CheckpointTemplate:
         """Read and compare the values; return a function that changes the objects and returns the status."""
         checkpoint, state = self.checkpoint, self.checkpoint._holdfast
         if not (self.partial or self.select or self.exclude):
-            check(checkpoint)  # objects that cannot be saved raise an error now, not at the first save
+            check(checkpoint)  # raises errors now, rather than at the first save
         restoration = Restoration(
             stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
         )
@@ -327,7 +327,7 @@ class _GraphSaver(AsyncCheckpointer):
         layout: Layout | None,
     ) -> str:
         self.join()
-        saver = copy.copy(self)  # a copy, because another thread or a signal handler may save meanwhile
+        saver = copy.copy(self)  # a copy, because another thread or a signal handler may save at the same time
         saver._number, saver.background = number, background
         save = saver.save if background else partial(Checkpointer.save, saver)
         try:
@@ -348,7 +348,7 @@ class _GraphSaver(AsyncCheckpointer):
         self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
-        """Return the next free number, the same on all processes."""
+        """Return the next free number, which is the same on all processes."""
         decide = partial(self._processes.decide, f"number {prefix.url}")
         return int(decide(lambda: max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1))
 

@@ -53,7 +53,7 @@ def is_uninitialized(tensor: Any) -> bool:
 
 
 def module_children(module: Any) -> list[tuple[str, Any]]:
-    """Return a module's children by name, including modules in plain lists and dictionaries."""
+    """Return a module's children with their names, including modules in plain lists and dictionaries."""
     torch: Any = loaded("torch")
     transient = module._non_persistent_buffers_set
     buffers = {name: buffer for name, buffer in module._buffers.items() if name not in transient}
@@ -73,7 +73,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
 
 
 class TensorSlot:
-    """A tensor, changed in place; a lazy module's parameter takes the shape of its first value."""
+    """A tensor that is changed in place; a lazy module's parameter takes the shape of its first value."""
 
     def __init__(self, tensor: Any) -> None:
         self.anchor = tensor
@@ -81,7 +81,7 @@ class TensorSlot:
 
     @property
     def overlaps(self) -> bool:
-        """True if elements share memory, as after ``expand``, and cannot be written individually."""
+        """True if elements share memory, as after ``expand``, so that they cannot be written individually."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -89,7 +89,7 @@ class TensorSlot:
         return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def template(self, shape: Iterable[int]) -> Any:
-        """Return the tensor to compare with; for a lazy parameter, a meta tensor in the shape that it would get."""
+        """Return the tensor to compare with; for a lazy parameter, a meta tensor with the shape it would get."""
         if not is_uninitialized(self.anchor):
             return self.anchor
         torch: Any = loaded("torch")
@@ -125,7 +125,7 @@ _MODULE_HOOKS = (
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
-# Methods and hooks of these libraries only look up or wrap values that are in the graph anyway.
+# Methods and hooks from these libraries only look up or wrap values that are in the graph anyway.
 _TRANSPARENT = (
     *("torch.nn.", "torch.optim", "torch.distributed."),
     *("lightning.", "lightning_fabric.", "pytorch_lightning."),
@@ -162,9 +162,9 @@ def _function(hook: Any) -> Any:
 
 
 class ModuleState(PartState):
-    """The entries of a module's ``state_dict()``, children included, other than the parameters in the graph."""
+    """The entries of a module's ``state_dict()`` and its children's, except for the parameters in the graph."""
 
-    # Buffers are included, because a module may accept them in another shape, or recompute them.
+    # Buffers are included, because a module may accept them with another shape, or recompute them.
 
     def get(self) -> Any:
         state = self.target.state_dict()
@@ -185,7 +185,7 @@ class ModuleState(PartState):
         names = set(wrapped.values())
         extra = {key if key in names else wrapped.get(unwrapped_name(key), key): leaf for key, leaf in decoded.items()}
         state.update(extra)
-        # The module may return parameters in another form, such as half precision; they keep the values from the graph.
+        # The module may return parameters in another form, such as half precision, so keep those from the graph.
         names = set(map(unwrapped_name, extra))
         named = self.target.named_parameters()
         exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
@@ -193,7 +193,7 @@ class ModuleState(PartState):
         with torch.no_grad():
             for parameter, before in exact:
                 parameter.copy_(before)
-        # Only process 0 continues the sum; the others start from zero, since all sums are added up.
+        # Only process 0 continues the sum; the others start from zero, because the sums of all processes are added up.
         if saved is not None and current_coordinator().process_index == 0:
             set_accumulated(self.target, saved)
 
@@ -208,7 +208,7 @@ _ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumul
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
-    """Return what a torchmetrics metric has accumulated since its reset, which is not in its ``state_dict()``."""
+    """Return what a torchmetrics metric has accumulated since its last reset; its ``state_dict()`` lacks it."""
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
@@ -238,26 +238,26 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 # ---- torch optimizers keep values for each parameter ("optimizer slots") and options for each group of parameters.
 # Both are matched by parameter, never by index: reordered modules or groups do not swap them.
 
-OPTIMIZER_SLOTS = "slots"  # name of the node with a torch optimizer's per-parameter values, by parameter path
+OPTIMIZER_SLOTS = "slots"  # name of the node for a torch optimizer's per-parameter values, keyed by parameter path
 GROUPS = "groups"  # edge name from a torch optimizer to its group options
-# Options that affect how an optimizer computes, not what: they depend on the program's devices.
+# Options that affect how an optimizer computes, but not what it computes; they depend on the program's devices.
 _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that are saved, such as its learning rate, by name."""
+    """Return the group options that are saved, such as the learning rate, keyed by name."""
     return {name: value for name, value in group.items() if not name.startswith("param") and name not in _EXECUTION}
 
 
 class OptimizerSlot:
-    """One value that an optimizer keeps for a parameter; it may not exist yet."""
+    """One value that an optimizer keeps for a parameter; the value may not exist yet."""
 
     def __init__(self, optimizer: Any, group: dict[str, Any], parameter: Any, name: str) -> None:
         self.anchor = self.parameter = parameter
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # `state` is read anew each time: a wrapper's load_state_dict() may replace it
+        self._optimizer = optimizer  # `state` is read each time, because a wrapper's load_state_dict() may replace it
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -268,7 +268,7 @@ class OptimizerSlot:
 
 
 class OptionSlot:
-    """One option of a group, which may not exist yet; a tensor option is changed in place."""
+    """One option of a parameter group; the option may not exist yet. A tensor option is changed in place."""
 
     def __init__(self, optimizer: Any, number: int, name: str) -> None:
         self.anchor = optimizer
@@ -308,7 +308,7 @@ def slot_key(name: str) -> Any:
 
 
 def is_single_leaf(value: object) -> bool:
-    """True if an optimizer value is one leaf; a list of tensors, for example, is a tree."""
+    """True if an optimizer value is a single leaf rather than a tree, such as a list of tensors."""
     return is_torch_tensor(value) or is_python_value(value)
 
 
@@ -317,7 +317,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
-    """Return a template sharded like the DTensor parameter, for a value of the same shape; ``...`` for all others."""
+    """Return a template sharded like the parameter if that is a DTensor with the shape of the value; else ``...``."""
     if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
         return ...
     torch: Any = loaded("torch")
@@ -357,7 +357,7 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
-# Their state is in their variables. As in TensorFlow, a variable or layer is named by the attribute that holds it.
+# Their variables are their state. As in TensorFlow, a variable or layer is named by the attribute that holds it.
 # If there is none, as in a Sequential model, a layer has the name that the program gave it, or its class name
 # numbered within the layer that holds it, as in the files of ``save_weights``
 # (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). Keras counts layers in each process
@@ -389,18 +389,18 @@ def keras_kind(value: object) -> str | None:
 
 
 def bare_variable(value: Any) -> Any:
-    """Return the torch parameter behind a Keras variable, or any other object itself."""
+    """Return the torch parameter behind a Keras variable; any other object is returned as it is."""
     return _value(value) if _kind(value) == VARIABLE and is_torch_tensor(_value(value)) else value
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return the variables and parts of a Keras object by name, including those of TensorFlow's lists in ``saved``."""
-    # `order` gives, for each parameter of an optimizer, the index of its values in the saved lists.
+    """Return the variables and parts of a Keras object by name, including TensorFlow's lists that ``saved`` names."""
+    # `order` has the index, in the saved lists, of each optimizer parameter's values.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
-        if not held or name == "_layers":  # a Sequential model's list of layers; they get numbered names instead
+        if not held or name == "_layers":  # a Sequential model's list of layers, which get numbered names instead
             continue
         if order is not None and isinstance(part, list) and len(part) == len(order):
             part = [part[order.index(index)] for index in range(len(order))]
@@ -416,7 +416,7 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
 
 
 def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and parts under variable names and numbered class names, as earlier versions saved them."""
+    """Return the variables and parts under their variable names and numbered class names, as in earlier versions."""
     return _numbered(_parts(value))
 
 
@@ -448,7 +448,7 @@ def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
         return child, {id(child)}
     if _kind(child) not in (None, LAYER, VARIABLE):
         return child, wanted.intersection(map(id, _variables(child)))
-    # Keras wraps the program's containers in its own classes; plain containers are its internal records.
+    # Keras wraps the program's containers in its own classes, so plain containers are its internal records.
     if not isinstance(child, list | tuple | dict) or not (isinstance(child, tuple) or _is_of_keras(type(child))):
         return None, set()
     parts = [_held(part, wanted) for part in (child.values() if isinstance(child, dict) else child)]
@@ -457,7 +457,7 @@ def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
 
 
 def why_not_saved(value: Any) -> str | None:
-    """Return why a Keras object cannot be saved as it is, or None."""
+    """Return the reason why a Keras object cannot be saved as it is; None if it can."""
     if getattr(value, "built", True) is False:
         how = "build(variables)" if _kind(value) == OPTIMIZER else "build(input_shape), or call it once"
         return f"has no variables yet, as it is not built: call its {how}, before a save or a restore"
@@ -496,13 +496,13 @@ def _layer_name(layer: Any) -> str:
     """Return a layer's name without the number that Keras appends."""
     given = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", type(layer).__name__))
     given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # snake_case class name, as Keras derives it
-    # A Bidirectional layer prefixes the direction.
+    # A Bidirectional layer adds the direction as a prefix.
     match = re.fullmatch(rf"((forward_|backward_)?{re.escape(given)})(_\d+)?", layer.name)
     return match[1] if match else str(layer.name)
 
 
 def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Make names unique: the first keeps its name, later ones get a number appended."""
+    """Make names unique: the first of equal names stays as it is, and later ones get a number appended."""
     unique: dict[str, Any] = {}
     for name, value in pairs:
         numbered = (f"{name}_{number}" for number in itertools.count(1))
@@ -511,6 +511,6 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _overridden(cls: type, methods: tuple[str, ...], *, everywhere: bool = False) -> bool:
-    """True if a class of the program overrides a Keras method; with ``everywhere``, Keras subclasses count as well."""
+    """True if a class outside Keras overrides a method; with ``everywhere``, subclasses within Keras count, too."""
     owners = [base for name in methods for base in [b for b in cls.__mro__ if name in vars(b)][:1]]
     return any(not _is_of_keras(owner) or (everywhere and owner.__name__ != LAYER) for owner in owners)

@@ -20,13 +20,13 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """One object, described without the value, which steps change."""
+    """One object, described without its value, because training steps change that."""
 
     def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.has_values = slot is not None, node.has_value  # values of the object or of objects below it
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # whether it has values, or an object below it
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
@@ -34,7 +34,7 @@ class _Object:
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
-        # Whether a restore can replace all elements at once: without arrays, and with arrays.
+        # Whether a restore can replace all elements at once: if none of them is an array, or even if some are.
         self.is_plain = is_plain(node.value, plain[0]), is_plain(node.value, plain[1], arrays=True)
         self.is_made = is_array or self.is_plain[True]
         self.is_tuple, self.is_container = isinstance(node.value, tuple), type(node.value) in PLAIN_CONTAINERS
@@ -42,13 +42,13 @@ class _Object:
 
 
 class FreshObjects:
-    """Describes objects: the edges between them, and the types of their values."""
+    """Describes objects by the edges between them and the types of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
         uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))
-        for node in reversed(live.own):  # objects below others come later
+        for node in reversed(live.own):  # in reverse, because objects come after those that hold them
             described = objects[id(node)]
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())
@@ -98,7 +98,7 @@ def _is_replaced(fresh: _Object, now: _Object) -> bool:
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
-    """Return why a value that is restored as a whole would not fit, or None."""
+    """Return why a value that is restored as a whole would not fit; None if it would."""
     wanted, saved = fresh.template, now.template
     if wanted is None:
         return None

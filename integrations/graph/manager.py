@@ -23,8 +23,8 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds; how long a process waits for the others to agree on the start time below
-_SINCE = "holdfast.since"  # step metadata key: when the directory's first manager was created
+_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on the start time below
+_SINCE = "holdfast.since"  # step metadata key: the time at which the directory's first manager was created
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init = init_fn
         self._last = last_checkpoint_step
-        self._saving: tuple[int, int | None] | None = None  # number of the last save, and the `_last` before it
+        self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` as it was before it
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
         self._facts = {} if hours is None else {_SINCE: self._since(clock or SystemClock())}
@@ -139,7 +139,7 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._later: set[int] = set()  # steps after the last restored one, which may be saved again
+        self._later: set[int] = set()  # steps after the last restored step, which may be saved again
         self._limit = None if hours is None else max_to_keep
         self._left: set[int] = set()  # steps that a save has already pushed beyond the limit
         checkpoint._holdfast.managers.add(self)
@@ -190,7 +190,7 @@ class CheckpointManager:
             if is_early or step == self._last:
                 return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
-        if self._limit is not None:  # a save in progress counts toward the limit
+        if self._limit is not None:  # because a save in progress counts toward the limit
             try:
                 self._steps.wait_until_finished()
             except SaveFailedError as error:
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.close()
 
     def _since(self, clock: Clock) -> float:
-        """Return when the directory's first manager was created; 0 if its checkpoints do not record it."""
+        """Return the time at which the directory's first manager was created; 0 if its checkpoints do not record it."""
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
@@ -277,7 +277,7 @@ class CheckpointManager:
         return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the save's number, the steps left behind by a restore, and the steps to pin."""
+        """Return the next counter, the save's number, the steps a restore has left behind, and the steps to pin."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(

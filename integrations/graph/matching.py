@@ -1,6 +1,6 @@
 """Match the program's objects with the nodes of a checkpoint, by walking both graphs at once.
 
-A torch optimizer's values and options are matched by its parameters, if both program and checkpoint have these.
+A torch optimizer's values and options are matched by its parameters, if program and checkpoint contain them.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class _Visit(NamedTuple):
     view: View
     path: Path
     slot: Slot | None = None  # None for a root
-    within: frozenset[int] = frozenset()  # ids of the immutable containers around it
+    within: frozenset[int] = frozenset()  # ids of the immutable containers that hold it
 
 
 class Matching:
-    """Matches checkpoint nodes with live objects; ``final`` if the program will not build any more objects."""
+    """Matches checkpoint nodes with live objects; ``final`` means that the program will not build more objects."""
 
     def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
         self.values = values
         self.bindings = Bindings(graph)
-        self.unused: dict[int, Path] = {}  # values that their counterparts in the program cannot take
-        self.waiting: list[Any] = []  # holders without an object for a value below them
-        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, with their keys in the saved order
-        self.lacking: list[Path] = []  # in a final restore: entries missing from the program's containers
-        self.has_unmatched = False  # whether the program has an object missing from the checkpoint
-        self._final = final  # create arrays that are missing from the program's containers
+        self.unused: dict[int, Path] = {}  # values for which their counterparts in the program have no place
+        self.waiting: list[Any] = []  # holders that lack an object for a value below them
+        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # each dictionary with its keys in the saved order
+        self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
+        self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
+        self._final = final  # whether to create arrays that the program's containers lack
         self._optimizers: dict[int, _LiveOptimizer] = {}
-        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, by id
+        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by id
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Yield assignments for everything reachable from the root."""
@@ -62,7 +62,7 @@ class Matching:
         yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Yield assignments for new objects below a bound holder: under the given key, or anywhere if it is None."""
+        """Yield assignments for new objects below a bound holder: under the given key, or any key if it is None."""
         self.bindings.begin()
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
@@ -78,7 +78,7 @@ class Matching:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Undo all bindings made since the last call of `from_root` or `from_holder` if the block fails."""
+        """If the block fails, undo all bindings that were made since the last call of `from_root` or `from_holder`."""
         try:
             yield
         except BaseException:
@@ -103,7 +103,7 @@ class Matching:
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # Parts of an immutable container are visited at each place it is attached, because each place is rebuilt.
+            # Parts of an immutable container are visited wherever it is attached, because it is rebuilt in each place.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # Also None if the container holds an object that the program has elsewhere.
+        # Also None if the container holds an object that is bound elsewhere in the program.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -157,10 +157,10 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # The program may append objects to a list later; objects that it appends to a deque would go unnoticed.
+            # Objects appended to a list later can be restored then; those appended to a deque would go unnoticed.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Existing elements keep their identity if other objects hold them, too, or if a tuple holds them.
+            # Existing elements keep their identity if they are in a tuple, or if other objects refer to them as well.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -182,12 +182,12 @@ class Matching:
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
-                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's would lose the key order
+                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's method loses the key order
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # The graph of a plain tree, which has no states, has further edges for the parts of dotted keys.
+                # The graph of a plain tree, which has no states, has additional edges for the parts of dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -275,11 +275,11 @@ class Bindings:
     """Bindings of objects to nodes; the changes of one pass can be undone."""
 
     def __init__(self, graph: SavedGraph) -> None:
-        self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects for one node
+        self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects that match the same node
         self._graph = graph
         self.by_number: dict[int, list[Binding]] = {}
-        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of each object, by its id
-        self._before: list[tuple[int, list[Binding]]] = []  # bindings before the pass, with their nodes
+        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of each object, keyed by its id
+        self._before: list[tuple[int, list[Binding]]] = []  # bindings as they were before the pass, with their nodes
 
     @property
     def fresh(self) -> dict[int, None]:
@@ -300,7 +300,7 @@ class Bindings:
         return [(target, path) for reference, path in references if (target := reference()) is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
-        """Return the nodes that an object is bound to, with the bindings."""
+        """Return the nodes to which an object is bound, each with its binding."""
         identity = id(_rooted(holder))
         pairs = [(number, binding) for number in self._numbers.get(identity, ()) for binding in self.by_number[number]]
         # A new object may reuse the id of a deleted one.
@@ -329,7 +329,7 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root behind a checkpoint object, or any other object itself."""
+    """Return the root behind a checkpoint object; any other object is returned as it is."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 
@@ -342,19 +342,19 @@ class _LiveOptimizer:
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # saved groups of the parameters, by group index
+        self.origins: dict[int, set[int]] = {}  # saved groups that the parameters come from, keyed by group index
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
         self.saved_options = {int(key): graph.nodes[child].edges for key, child in options.items() if key.isdecimal()}
-        # Related classes are the same class, a base or derived class, or torch optimizers with the same options: before
-        # torch 2.7, AdamW did not derive from Adam.
+        # Classes are related if equal, if one derives from the other, or if they are torch optimizers with the same
+        # options, because AdamW did not derive from Adam before torch 2.7.
         cls = type(getattr(optimizer, "optimizer", optimizer))
         of_torch = node.type.startswith(_TORCH) and cls.__module__.startswith(_TORCH)
         alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()
         self.related = alike or is_kin(cls, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """True if this describes another optimizer, or parameters have been added since."""
+        """True if this describes another optimizer, or if parameters have been added since."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes

@@ -28,7 +28,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # where the values are, by prefix of the module of the class or of a base
+_ELSEWHERE = {  # where the values are, keyed by module prefix of the class or of a base class
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
@@ -56,7 +56,7 @@ def is_code_or_tool(value: Any) -> bool:
     is_code = callable(value) and (type(value).__module__ in _CODE_MODULES or hasattr(value, "__wrapped__"))
     if is_code or isinstance(value, (*_CODE, *_TOOLS)):
         return True
-    name = class_name(value)  # exact: a class of the program that derives from one of these may hold state
+    name = class_name(value)  # exact types, because a class that the program derives from one of these may hold state
     if name in _TOOL_NAMES or name.startswith(_TOOL_MODULES):
         return True
     if isinstance(value, io.IOBase):
@@ -89,7 +89,7 @@ def why_refused(value: Any) -> str | None:
 
 
 def why_more(container: Any, keys: Iterable[Any]) -> str | None:
-    """Return why a container's contents are not all of its state; None if they are."""
+    """Return why a container has more state than its contents; None if it has no more."""
     expected = {*keys, "_metadata"}  # torch adds this attribute to its state dicts
     attributes = getattr(container, "__dict__", {})
     more = [name for name in attributes if name not in expected and not name.startswith(("__", "_holdfast_"))]
@@ -125,7 +125,7 @@ def derived_classes(base: type) -> list[type]:
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a name may be that of a class, even if it was moved or wrapped, or of one of its bases or subclasses."""
+    """True if a name may refer to a class, even if moved or wrapped since, or to one of its bases or subclasses."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))
@@ -140,7 +140,7 @@ _WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # name prefixes of genera
 # The graph has the module in place of its wrapper, so paths do not depend on how a program runs its module: a module
 # saved bare is restored into a wrapped one, and vice versa.
 
-# Attribute that holds the module, by name of the wrapper class.
+# Attribute that holds the module, keyed by the name of the wrapper class.
 _CLASSES = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -154,13 +154,13 @@ _WRAPPING = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the module inside all wrappers, or any other object itself."""
+    """Return the module inside all wrappers; any other object is returned as it is."""
     while (name := _attribute(type(value))) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
         value = getattr(value, name)
     return value
 
 
-@lru_cache(maxsize=1024)  # many objects, few types
+@lru_cache(maxsize=1024)  # there are many objects, but few types
 def _attribute(cls: Any) -> str | None:
     names = (_CLASSES.get(base.__name__) for base in cls.__mro__ if base.__module__.partition(".")[0] in _WRAPPING)
     return next((name for name in names if name is not None), None)

@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file names the newest checkpoint: each call lists the directory, so that it can be moved, copied and cleaned up.
+No file records the newest checkpoint: each call lists the directory, so that it can be moved, copied and cleaned up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphView:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return an object's edges: each edge name, with the shortest path to the object that the edge leads to.
+        """Return an object's edges: a dict from edge name to the shortest path to the object that the edge leads to.
 
         Args:
             path: Any path to the object; ``""`` is the root.
@@ -50,7 +50,7 @@ class GraphView:
         return {format_node_path((name,)): format_node_path(self._graph.path(child)) for name, child in edges.items()}
 
     def slots(self, path: str) -> dict[str, dict[str, str]]:
-        """Return the paths of an optimizer's values, by parameter path and value name.
+        """Return the paths of an optimizer's values, keyed by parameter path, then by value name.
 
         Args:
             path: Any path to the optimizer.
@@ -66,7 +66,7 @@ class GraphView:
         return self._graph.nodes[self._find(path)].type
 
     def same(self, one: str, other: str) -> bool:
-        """Return whether two paths lead to the same object."""
+        """Return True if two paths lead to the same object."""
         return self._find(one) == self._find(other)
 
     def _find(self, path: str) -> int:
@@ -106,7 +106,7 @@ class CheckpointReader:
     def get_variable_to_dtype_map(self) -> dict[str, np.dtype[Any] | None]:
         """Return the dtypes of all values; None for values that are not arrays, such as text.
 
-        TensorFlow strings have the object dtype, as they are read into object arrays.
+        TensorFlow strings have the object dtype, because they are read into object arrays.
         """
         if self._stored.variables is not None:
             return self._stored.variables.dtypes()
@@ -220,7 +220,7 @@ def latest_checkpoint(directory: Place) -> str | None:
         newest = steps.newest(whole=True)
         if newest is not None or steps.entries:
             return None if newest is None else str(newest.location)
-        named = recognise(location)  # a TensorFlow directory may name its newest checkpoint
+        named = recognise(location)  # a TensorFlow directory may record its newest checkpoint
     except DamagedCheckpointError as error:
         _logger.warning("%s is damaged and passed over: %s", location, error)
         return None

@@ -1,7 +1,7 @@
-"""Restore objects: compare, read and write their values; existing objects at once, new ones when they are attached.
+"""Restore objects by comparing, reading and writing values: existing objects at once, new ones when they are attached.
 
-A save restores nothing: an object built after the restore belongs to the program. :func:`check_restored` refuses a
-save that would lose values still waiting to be restored.
+A save never restores values, because an object built after the restore belongs to the program.
+:func:`check_restored` refuses a save that would lose values that are still waiting to be restored.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RestoreReport:
         unused: Values in the checkpoint whose counterparts in the program have no such value; or components in the
             checkpoint that the program does not have.
         unused_values: Values in the checkpoint that a restored component has no place for, or that are not data.
-        conflicts: Objects that are one in the checkpoint but two in the program: the path in the checkpoint,
-            and both paths in the program.
+        conflicts: Single objects in the checkpoint that are two in the program: the path in the checkpoint,
+            and the two paths in the program.
         separate: Pairs of components that are one object in the checkpoint, but two in the program. Both were restored,
             but will differ as soon as training continues.
         skipped: Objects in the program that are neither saved nor restored, each with the reason.
@@ -176,8 +176,8 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values in the checkpoint may stay unrestored.
 
-        No warning is logged for them, and a save omits them: it saves the program's values, and warns about objects
-        that exist and have not received theirs. An object that is attached to a `Node` is still restored.
+        No warning is logged for them, and a save omits them: it saves the program's values, and warns about existing
+        objects that have not received theirs. An object that is attached to a `Node` is still restored.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -205,11 +205,11 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """Tracks which checkpoint values were restored; outlives the restore, to warn about the rest."""
+    """Tracks which checkpoint values have been restored; outlives the restore to warn about the rest."""
 
-    wanted: dict[int, Path]  # path by node number, for the values to restore
+    wanted: dict[int, Path]  # paths of the values to restore, keyed by node number
     where: str
-    restored: set[int] = field(default_factory=set)  # nodes of the values that were restored
+    restored: set[int] = field(default_factory=set)  # nodes of the values that have been restored
     partial: bool = True  # whether values may stay unrestored; True until the restore succeeds
 
     def left(self) -> dict[int, Path]:
@@ -224,7 +224,7 @@ class RestoreProgress:
 
 
 class Restoration:
-    """A restore into all objects reachable from a root; a ``final`` one does not wait for later objects."""
+    """A restore into all objects reachable from a root; a ``final`` restore does not wait for later objects."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Restoration:
         ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
-        self._ends = ends  # predicate: the walk for the report stops at these objects
+        self._ends = ends  # predicate for objects at which the walk for the report stops
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -254,16 +254,16 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
-        self._replaced: set[Path] = set()  # restored plain containers: elements that the checkpoint lacks are gone
+        self._replaced: set[Path] = set()  # restored plain containers, now without elements that the checkpoint lacks
         self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
-        self.retired = False  # whether a later restore supersedes this one, as it has all values this one waits for
-        self.reported: set[Path] = set()  # values of late objects that a save has reported already
+        self.retired = False  # whether superseded by a later restore that has all values this one waits for
+        self.reported: set[Path] = set()  # values of later objects that a save has already reported
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
 
     @property
     def root(self) -> Node | Part:
-        """The object that is restored into; the caller must keep a strong reference."""
+        """The object whose values are restored; the caller must keep a strong reference to it."""
         root = self._root()
         assert root is not None
         return root
@@ -280,14 +280,14 @@ class Restoration:
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read what `advance` would restore, or the part that fits; return a function that changes the objects."""
+        """Read the values `advance` would restore, or those that fit; return a function that changes the objects."""
         with collection_paused():
             values, settled = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(assignment for assignment, _ in values), *settled)  # the report counts them as restored
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
-        """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes with paths."""
+        """Restore ``training`` (not saved by 0.1.0) and ``requires_grad``; return the changes with their paths."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -354,7 +354,7 @@ class Restoration:
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
         """Return the program's restored and missing values; add those that keep their fresh state to ``skipped``."""
-        # State that holdfast 0.1.0 did not save.
+        # Paths of state that holdfast 0.1.0 did not save.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
         restored, missing = [], []
@@ -368,7 +368,7 @@ class Restoration:
             ):
                 restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
-                restored.append(node)  # a sequence restored by elements, or an optimizer by groups and parameters
+                restored.append(node)  # a sequence restored element by element, or an optimizer in parts
             elif any(node.path[: len(path)] == path for path in too_new):
                 live.skipped[node.path] = "keeps its fresh state: the checkpoint is of a version that did not save it"
             elif self._chooses(node.path):
@@ -393,7 +393,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and compare values; return them, and the assignments that are already done."""
+        """Read values and compare them with the program; return them, and the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
@@ -416,7 +416,7 @@ class Restoration:
 
     def _sorted(self, assignments: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
         """Split assignments into those still due and those already done by a later restore or under another path."""
-        due: dict[tuple[int, Path], Assignment] = {}  # by slot
+        due: dict[tuple[int, Path], Assignment] = {}  # keyed by slot
         settled: list[Assignment] = []
         fresh: list[Path] = []
         for assignment in assignments:
@@ -453,7 +453,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Make holders report new objects, as long as values wait for objects."""
+        """Make holders report new objects for as long as values are waiting for objects."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
@@ -477,7 +477,7 @@ def check_restored(restorations: Sequence[Restoration]) -> None:
     """Raise StateError if a save would lose values that a restore is still waiting to assign."""
     lost: list[str] = []
     unrestored: list[str] = []
-    superseded: set[Path] = set()  # paths that later restores have values for
+    superseded: set[Path] = set()  # paths for which later restores have values
     for restoration in reversed(restorations):
         progress = restoration.progress
         if waiting := list(progress.left().values()):

@@ -15,8 +15,8 @@ from .frameworks import EXTRA_STATE, OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
-OWN_STATES = "own_states"  # document key: states from the own methods of modules and optimizers are included
-ATTRIBUTES = "attributes"  # document key: the parts of Keras objects are named by attribute
+OWN_STATES = "own_states"  # document key: states from modules' and optimizers' own methods are included
+ATTRIBUTES = "attributes"  # document key: the parts of Keras objects are named after their attributes
 
 Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
 
@@ -39,7 +39,7 @@ class SavedNode:
     value: str | None = None  # storage name of the value, a leaf or a container
     type: str = ""  # the object's type name; empty for values, except number boxes
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[int]] = field(default_factory=list)  # the parameters of each optimizer group
+    groups: list[list[int]] = field(default_factory=list)  # for each optimizer group, its parameters
     transform: Transform | None = None  # None restores the value as it is
     training: bool = True  # whether a module was in training mode
 
@@ -56,7 +56,7 @@ class SavedGraph:
         numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
-        # Whether states from the own methods of modules and optimizers were saved; 0.1.0 did not save them.
+        # Whether states from modules' and optimizers' own methods were saved; 0.1.0 did not save them.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
@@ -91,7 +91,7 @@ class SavedGraph:
         return (pair for pair in pairs if pair[1].value is not None)
 
     def find(self, path: Path) -> int | None:
-        """Return the node that a path leads to, even if it is not the shortest path, or None."""
+        """Return the node at the end of a path, which need not be the shortest path to it; None if there is none."""
         number: int | None = 0
         for segment in path:
             number = None if number is None else self.nodes[number].edges.get(segment)
@@ -148,7 +148,7 @@ class SavedGraph:
 
     @cached_property
     def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
-        """Optimizer values as (name, node) pairs, by optimizer node and parameter node."""
+        """Optimizer values as (name, node) pairs, keyed by optimizer node, then by parameter node."""
         kept_by: dict[int, dict[int, list[tuple[str, int]]]] = {}
         for number, node in enumerate(self.nodes):
             kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}
@@ -160,7 +160,7 @@ class SavedGraph:
 
     @cached_property
     def with_values(self) -> set[int]:
-        """The nodes that have a value, or a node with a value below them."""
+        """The nodes that have a value, or that have a node with a value below them."""
         above: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for child in node.edges.values():
@@ -189,7 +189,7 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        # Keys that are paths themselves, as in a flat state_dict, are also split, and lead to the same values.
+        # Keys that are paths themselves, as in a flat state_dict, are also split into edges to the same values.
         for number in range(len(nodes)):
             for segment, child in list(nodes[number].edges.items()):
                 *keys, last = segment.split("%2E")

@@ -53,7 +53,7 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
 
 
 class Slot(Protocol):
-    anchor: Any  # the slot lives as long as this object, which supports weak references if possible
+    anchor: Any  # the slot exists as long as this object, which supports weak references if possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
@@ -70,7 +70,7 @@ class Attachment:
     anchor: Any
     trail: Path
     value: Any
-    change: Callable[[Any], None] | None = None  # None if it cannot be replaced
+    change: Callable[[Any], None] | None = None  # None if the value cannot be replaced
 
     def get(self) -> Any:
         return self.value
@@ -83,7 +83,7 @@ class Attachment:
 
 @dataclass(eq=False)
 class BoxSlot:
-    """A value that is accessed by a getter and a setter function."""
+    """A value that is accessed through a getter and a setter function."""
 
     anchor: Any
     trail: Path
@@ -144,7 +144,7 @@ class PartSlot(Attachment):
 class Assignment:
     """A checkpoint value and the slot that it is restored to."""
 
-    saved: int  # the value's checkpoint node
+    saved: int  # the node of the value in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
     covers: list[tuple[int, Path]] | None = None  # for a container of plain values: its values and their paths
@@ -158,7 +158,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Restore loaders that draw from the global generator first.
+    # First, restore the loaders that draw from the global generator.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):
@@ -172,7 +172,7 @@ def write_slots(changes: list[tuple[Slot, Any]]) -> None:
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
-    """Return a container with parts replaced; all other children are shared with the old container."""
+    """Return a container with some parts replaced; all other children are shared with the old container."""
     if () in updates:
         return updates[()]
     contents = expand(value)
@@ -188,12 +188,12 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # by id of the anchor, which is alive
+_writers: dict[int, dict[Path, int]] = {}  # keyed by id of the anchor, which is still alive
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor that does not support weak references alive as long as the restore that wrote to it."""
+    """Keeps an anchor alive that does not support weak references, as long as the restore that wrote to it exists."""
 
     anchor: Any
 

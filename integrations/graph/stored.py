@@ -47,7 +47,7 @@ _TYPES = {"deque": "collections.deque"}  # type names that differ from the conta
 class CapturedGraph:
     tree: Any  # each value once, under its shortest path
     document: dict[str, Any]  # nodes and edges, as JSON
-    per_process: Mapping[str, Any] | None = None  # per-process values by storage name
+    per_process: Mapping[str, Any] | None = None  # per-process values, keyed by storage name
 
 
 def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
@@ -146,7 +146,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, as a handler remembers one tree structure
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate: each handler remembers one tree structure
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Prepare a `CapturedGraph` for writing."""
@@ -188,13 +188,13 @@ class StoredGraph:
         self._shared = shared
         self.location = source.location  # the item's folder
         self.variables = source.variables  # None if values are named by their paths
-        self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # by storage name
+        self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # keyed by storage name
         item = own_item(files or {})  # this process's object states
         share = None if item is None else own_share(source.location / item.folder, item.files)
         self._share = None if share is None else TreeReader(share.folder, share.files)
-        # Whether the object states belong to this process: if only one process saved, they are those of process 0.
+        # Whether the object states belong to this process: if only one process has saved, they belong to process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
-        self.containers = _containers(source.tree.structure, "")  # by storage name
+        self.containers = _containers(source.tree.structure, "")  # keyed by storage name
         kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}
         if self._share is not None:
             containers = _containers(self._share.tree.structure, "")
@@ -207,7 +207,7 @@ class StoredGraph:
             self.graph = SavedGraph.of_document(document, [*self.leaves, *self.containers], str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
-        """Read the arrays of leaves; a name that occurs twice gets a copy."""
+        """Read the arrays of leaves; if a name occurs more than once, its later arrays are copies."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))

@@ -1,4 +1,4 @@
-"""Object holders, which restore what is attached to them after a restore, and boxes for values."""
+"""Holders, which restore objects that are attached to them after a restore, and boxes for plain values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Resumable(Protocol):
     """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restore new objects below a holder: under the given key, or under any key if it is None."""
+        """Restore new objects below a holder, under the given key, or under any key if it is None."""
 
     def expects_below(self, holder: object, key: object) -> bool:
         """True if there are values for objects below the given key of a holder."""
@@ -42,7 +42,7 @@ class Untracked:
 
 
 def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any], Any], Callable[[Value, Any], Any]]:
-    """Return a binary operator between a box and a value or another box, and its reflected form."""
+    """Return a binary operator for a box and a value or another box, and the reflected operator."""
 
     def forward(box: Value, other: Any) -> Any:
         return operation(box.value, other.value if isinstance(other, Value) else other)
@@ -53,7 +53,7 @@ def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any
 class Value:
     """A box for a number or another plain value that changes, such as a step counter.
 
-    It compares and calculates like its value, and the results are plain values, as with a ``tf.Variable``.
+    Comparisons and arithmetic use its value, and the results are plain values, as with a ``tf.Variable``.
 
     Args:
         value: A bool, int, float, complex, str, bytes or None.
@@ -68,7 +68,7 @@ class Value:
     """
 
     __array_ufunc__ = None  # makes numpy defer operators to this class
-    __hash__ = object.__hash__  # by identity, since the value may change
+    __hash__ = object.__hash__  # by identity, because the value may change
     __eq__ = _forward(operator.eq)[0]
     __ne__ = _forward(operator.ne)[0]
     __lt__, __gt__ = _forward(operator.lt)
@@ -123,8 +123,8 @@ class NodeState:
     """holdfast's own data about a node, apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
-    root: Any = None  # another object whose edges the node has as well, or a weak reference to it
-    counter: int | None = None  # for a checkpoint: the number of its last numbered save
+    root: Any = None  # another object whose edges the node has as well, or a weak reference to one
+    counter: int | None = None  # for a checkpoint object, the number of its last numbered save
 
 
 class Node:
@@ -204,9 +204,9 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program, which is walked by the children that it names itself."""
+    """A part of a program; a walk visits the children that it names itself."""
 
-    value: Any  # has the children as attributes, where a restore replaces them
+    value: Any  # has the children as attributes, which a restore replaces
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # further children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class Part:
 
 
 def stand_for(node: Node, root: Any) -> None:
-    """Make a node also have the edges of ``root``, an object or a weak reference to it."""
+    """Give a node the edges of ``root`` as well, which is an object or a weak reference to one."""
     node._holdfast.root = root
 
 

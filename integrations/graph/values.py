@@ -63,12 +63,12 @@ class SavedValues:
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
         self._graph = graph
-        self.kinds: dict[int, str] = {}  # kinds of the plain values, by node
+        self.kinds: dict[int, str] = {}  # kinds of the plain values, keyed by node
         self._arrays: set[int] = set()  # nodes of arrays with a kind in `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a number box: the program must create it, like an object with state.
+            # A node with a type is a number box, which the program must create, like an object with state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -76,14 +76,14 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # by container: nodes saved under other paths; filled by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # per container: nodes saved elsewhere; filled by `below`
         self.sharing: set[int] = set()  # containers whose inner containers are also held elsewhere; filled by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # keys by edge name, for each container
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
         """Return the values in a container, with their paths from it; None if it holds anything but plain values."""
-        # With `arrays`, arrays count as plain values unless something outside the container holds them.
+        # With `arrays`, arrays count as plain values, unless objects outside the container refer to them.
         key = number, arrays
         if key not in self._known:
             self._known[key] = None  # the result for a container that contains itself
@@ -91,7 +91,7 @@ class SavedValues:
         return self._known[key]
 
     def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
-        """Return a container built from its nodes' values, or the value of a leaf node; each is ``made`` only once."""
+        """Return a container built from its nodes' values, or a leaf node's value; ``made`` caches containers."""
         if number not in values and number not in made:
             made[number] = self._build(number, values, made)
         return values[number] if number in values else made[number]
@@ -101,7 +101,7 @@ class SavedValues:
         if label in SEQUENCES:
             elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # its structure includes the maxlen
+            is_deque = stored is not None and stored.kind == "deque"  # its structure includes its maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]
@@ -188,7 +188,7 @@ class SavedValues:
         return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """Return all arrays, transformed, if ``rename=`` has functions, and update ``saved``; else return []."""
+        """If ``rename=`` has functions, return all arrays, transformed, and update ``saved``; otherwise, return []."""
         transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []
@@ -247,7 +247,7 @@ def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
-        return True  # an array without gradients
+        return True  # an array that requires no gradients
     if type(value) not in PLAIN_CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in plain:
@@ -296,7 +296,7 @@ def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
 
 
 def _template(assignment: Assignment, leaf: Saved) -> Any:
-    """Return the template for a value; ``...`` accepts any value."""
+    """Return the template for a value; the template ``...`` accepts any value."""
     slot = assignment.slot
     if isinstance(slot, TensorSlot):
         return slot.template(leaf.shape or ())
@@ -305,7 +305,7 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created it yet
         return ...
-    # The saved type wins for numbers, as a float may have started as the int 0, and if the checkpoint has None.
+    # The saved type takes precedence if it is None, and for numbers, because a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

@@ -1,4 +1,4 @@
-"""Classify live objects as branches with named edges, leaves with values, or objects that are not saved."""
+"""Classify live objects as branches with named edges, as leaves with values, or as objects that are not saved."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_r
 from .slots import Attachment, BoxSlot, MemberSlot, PartSlot, Path, Slot, StateSlot
 from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 
-COUNTER = "save_counter"  # edge name from a checkpoint to the number of its last numbered save
+COUNTER = "save_counter"  # name of the edge from a checkpoint to the number of its last numbered save
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Leaf:
 
     slot: Slot
     shared: bool  # whether it is stored only once, even if several paths lead to it
-    ready: bool = True  # whether it has a value; lazy module parameters have none before the first call
+    ready: bool = True  # whether it has a value; a lazy module's parameters have none before its first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
     opened: Callable[[], View] | None = None  # returns the branch view, for checkpoints that store several values
@@ -99,7 +99,7 @@ class Leaf:
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether the program requested it, or the object is code or a tool
+    intended: bool = False  # whether the program requested this, or the object is code or a tool
 
 
 View = Branch | Leaf | Unsaved
@@ -133,7 +133,7 @@ def root_view(root: Node | Part) -> Branch:
 
 
 def edge_at(holder: Any, key: object) -> Edge | None:
-    """Return one edge of a node or tracked container, or None if it takes a full `classify` to find it."""
+    """Return one edge of a node or tracked container, or None if only a full `classify` can find it."""
     if isinstance(holder, Node) and isinstance(key, str):
         if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
             return None
@@ -213,7 +213,7 @@ def _with_root(node: Node | Part, edges: list[Edge]) -> View:
 
 
 def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) -> list[Edge]:
-    """Return edges to attributes; a restore sets the attributes."""
+    """Return the edges to an object's attributes, which a restore sets."""
     anchor, trail = _anchor(holder, slot)
     return [
         Edge(segment, name, Attachment(anchor, (*trail, segment), child, partial(_set_attribute, holder, name)))
@@ -247,7 +247,7 @@ def _container(value: Any, slot: Slot) -> View:
 
 
 def sequence_slot(value: Any, slot: Slot) -> Slot:
-    """Return the slot for all elements of a sequence; a list or deque stays the same object if possible."""
+    """Return the slot for all elements of a sequence; if possible, a list or deque is updated in place."""
     if isinstance(slot, PartSlot) or not isinstance(value, list | deque):
         return slot
     anchor, trail = _anchor(value, slot)
@@ -312,7 +312,7 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 
 def _set_item(container: Any, key: Any, value: Any) -> None:
     base: Any = next(base for base in (dict, list, deque) if isinstance(container, base))
-    base.__setitem__(container, key, value)  # bypasses the method of a tracked container
+    base.__setitem__(container, key, value)  # bypasses a tracked container's own method
 
 
 def _copy_encoded(tensor: Any, value: Any) -> None:

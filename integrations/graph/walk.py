@@ -23,9 +23,9 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # per optimizer group: the parameters in the graph
+    groups: list[list[LiveNode]] = field(default_factory=list)  # for each optimizer group, its parameters in the graph
     number: int = -1  # node number in the saved document
-    outside: bool = False  # the value is saved elsewhere; the node only names the object
+    outside: bool = False  # whether the value is saved elsewhere, and the node only names the object
 
     @property
     def has_value(self) -> bool:
@@ -64,7 +64,7 @@ class LiveGraph:
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes other than those that only name objects outside the graph."""
+        """The nodes, except for those that only name objects outside the graph."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
@@ -108,7 +108,7 @@ class _Walk:
         self._known: dict[int, LiveNode] = {}
 
     def discover(self, root: Node | Part) -> list[LiveNode]:
-        """Find all nodes and edges, breadth first, so that each node gets its shortest path."""
+        """Find all nodes and edges in breadth-first order, so that each node gets its shortest path."""
         start = LiveNode(root, root_view(root), ())
         self._known[id(root)] = start
         if (stood_for := root.__holdfast_root__()) is not None:
@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The outermost module with its own state includes all buffers and the states of inner modules.
+            # The state of the outermost module that has its own includes all buffers and the states of inner modules.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """True for a tuple of plain values: Python may merge equal constants into one object."""
+    """True for a tuple of plain values, because Python may merge equal constants into one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
