@@ -54,7 +54,7 @@ class Batches:
         return self._images.part(chosen)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position: the epoch, and the number of its images already used."""
+        """Return the position: the epoch, and the number of images already used in it."""
         return {"epoch": self._epoch, "position": self._position}
 
     def set_state(self, state: dict[str, Any]) -> None:

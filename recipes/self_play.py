@@ -10,7 +10,7 @@ which is also the directory tree of its checkpoints::
         observation      converts hands to network inputs; holds the mean and deviation of every card
         choice           converts network outputs to moves; holds the random generator that samples them
 
-So a checkpoint is useful not only to resume: a policy can be loaded from it on its own, or replaced by another one.
+So a checkpoint is useful for more than resuming: a policy can be loaded from it on its own, or replaced with another.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ _logger = logging.getLogger("holdfast")
 
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
-_LIMIT = 1 << 34  # bytes; maximum size of a state file, as it is read into memory
+_LIMIT = 1 << 34  # bytes; maximum size of a state file, because it is read into memory
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 
@@ -134,7 +134,7 @@ class RLlibDirectory:
         states = [name for name in self.names if _is_state(name)]
         chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
-            # when the file format changes, RLlib keeps the old file, and nothing tells which one is newer
+            # when the file format changes, RLlib keeps the old file, and nothing shows which one is newer
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"
