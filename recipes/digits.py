@@ -32,7 +32,7 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """Endless batches; the order of an epoch depends only on seed and epoch, so the state is two integers."""
+    """Endless batches; the order in an epoch depends only on the seed and the epoch, so the state is two integers."""
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:
         self._images = images

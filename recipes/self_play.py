@@ -108,7 +108,7 @@ class Choice(Checkpointable):
 
 
 def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Moves:
-    """Return the moves of a policy: sampled by `choice`, or without one, the most probable moves."""
+    """Return a policy's moves: sampled by `choice` if it is given, or else the most probable ones."""
     with torch.no_grad():
         logits = policy(torch.from_numpy(features))[0].numpy()
     moves: Moves = choice(logits) if choice else logits.argmax(axis=1)
@@ -206,7 +206,7 @@ class Trainer(Checkpointable):
         return {"loss": sum(losses) / len(losses)}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Return the win rate of each policy against a random player; reproducible, also in a resumed run."""
+        """Return the win rate of each policy against a random player; reproducible, even in a resumed run."""
         rates = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())

@@ -118,7 +118,7 @@ def import_checkpoint(
         One entry for each checkpoint, in step order.
 
     Raises:
-        CheckpointNotFoundError: The source holds no checkpoint of a supported library.
+        CheckpointNotFoundError: The source contains no checkpoint from a supported library.
         CheckpointExistsError: The destination exists.
         DamagedCheckpointError: The source is damaged, or the result fails verification. Steps finished before
             the error are complete. (Ctrl-C deletes them, so that the same call can be repeated.)
@@ -393,7 +393,7 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
         # A leaf that may be None or an empty container (the format does not distinguish them) becomes the container:
-        # usually, it is the empty state of an optimizer, which the template also has as a container.
+        # usually, it is an empty optimizer state, which is a container in the template too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure

@@ -60,7 +60,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    """Convert the keys of a dictionary to strings, or return the array if it holds a chunked one."""
+    """Convert the keys of a dictionary to strings, or return the array if the dictionary is a chunked array."""
     if "__msgpack_chunked_array__" in value:
         return _joined(value)
     for key in value:

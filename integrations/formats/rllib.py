@@ -4,8 +4,8 @@ Each component's directory contains its state, ``state.pkl`` or ``state.msgpack`
 ``rllib_checkpoint.json`` for algorithms, may give another name), and the pickled class and constructor arguments. Its
 subdirectories are the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
-A component tree reads them one by one (``integrations/components/reading.py``). Here, a directory is read as one tree:
-the state of its component, with the states of the child components under their names.
+A component tree reads the directories one by one (``integrations/components/reading.py``). Here, a directory is read as
+one tree: the state of its component, with the states of the child components under their names.
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which supports arrays and Python's plain
 types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), numpy arrays

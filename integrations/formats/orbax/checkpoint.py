@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use the one with the most steps."""
+    """Find directories ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use the most common prefix."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 

@@ -205,7 +205,7 @@ _DISTRIBUTED = ".metadata"  # file that identifies a ``.ckpt`` directory saved b
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the ``.ckpt`` files of a Lightning run by step, which is taken from the file name or else from the file."""
+    """Find a Lightning run's ``.ckpt`` files and their steps; the file name gives the step, or else the file itself."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
