@@ -43,9 +43,9 @@ class CheckpointCallback(LoopCallback):
     - Every saved step is reported to Ray once it is durable: ``ray.train.report`` gets the metrics of the step and its
       checkpoint in place, without a copy. Reports wait for all workers, so a step is reported when the next one is
       saved, at a preemption, or at the end.
-    - A reported checkpoint belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With
-      ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics: Ray does
-      not restart a run whose checkpoints are gone. (``Result`` then has neither: Ray keeps metrics with checkpoints.)
+    - A reported checkpoint belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With ``max_to_keep``
+      or another retention option, the callback deletes checkpoints and reports only metrics, because Ray does not
+      restart a run whose checkpoints are gone. (``Result`` then has neither: Ray keeps metrics with checkpoints.)
     - SIGTERM reaches the callback although the loop does not run in the main thread. All workers save the same step and
       stop; leaving the ``with`` block raises :class:`PreemptedError`, because Ray considers a function that returns
       finished. This counts as a failure in ``FailureConfig(max_failures=...)``.

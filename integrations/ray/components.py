@@ -26,7 +26,7 @@ class RemoteComponent(Checkpointable):
         team.save_to_path("runs/team")
 
     Args:
-        kind: The class of the object, which has ``get_state()`` and ``set_state(state)``, such as a component. It must
+        kind: The class of the object, with ``get_state()`` and ``set_state(state)``, such as a component class. It must
             not be wrapped by ``ray.remote``.
         *args: Positional arguments of its constructor.
         options: Ray actor options, such as ``{"num_cpus": 1}``.
