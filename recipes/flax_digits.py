@@ -57,7 +57,7 @@ def initial_state(config: FlaxDigits) -> TrainState:
 
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Do one update; dropout depends only on the key and the step, so that a resumed run reproduces it."""
+    """Perform one update; dropout depends only on the key and the step, so that a resumed run reproduces it."""
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, changed = state.apply_fn(

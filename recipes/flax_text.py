@@ -48,7 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """Endless int32[batch_size, context + 1] batches that depend only on seed and batch index, which is the state."""
+    """Endless int32[batch_size, context + 1] batches that depend only on the seed and the batch index (the state)."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus
@@ -139,7 +139,7 @@ def loss_of(model: Transformer, batch: jax.Array, training: bool) -> jax.Array:
 
 @nnx.jit
 def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch: jax.Array) -> dict[str, jax.Array]:
-    """Do one update of the model and the optimizer, in place."""
+    """Perform one update of the model and the optimizer, in place."""
     loss, gradients = nnx.value_and_grad(loss_of)(model, batch, training=True)
     optimizer.update(model, gradients)
     return {"loss": loss}

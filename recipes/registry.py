@@ -74,7 +74,7 @@ class RunContext:
     log_interval: int
 
     def progress(self, start: int, total: int) -> Progress:
-        """Return a progress report for a run that begins with `start` of `total` steps done."""
+        """Return a progress report for a run that begins after `start` of `total` steps."""
         return Progress(start, total, self.log_interval)
 
 
@@ -104,7 +104,7 @@ class Recipe:
     schema: type[Config]
     extra: str = ""  # required extra of holdfast
     packages: tuple[str, ...] = ()  # import names of further required packages
-    # The program, if it is already imported; None for bundled recipes, which are imported on demand.
+    # The program, if it has already been imported; None for bundled recipes, which are imported on demand.
     function: Callable[[Any, RunContext], Outcome] | None = None
 
     def missing(self) -> list[str]:
@@ -168,7 +168,7 @@ class RecipeError(HoldfastError):
 
 
 def installed_recipes() -> dict[str, EntryPoint]:
-    """Return the recipes declared by installed packages, by name, without importing them."""
+    """Map the names of the recipes that installed packages declare to their entry points, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in RECIPES}
 
 

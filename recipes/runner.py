@@ -65,7 +65,7 @@ def run(configuration: Configuration) -> Outcome:
             "holdfast.recipes, which says how the run ended"
         )
     if outcome.preempted and (saved := all_steps(as_location(checkpoints))):
-        # later steps than the last saved one were not saved
+        # steps after the last saved one are lost, so the run ends at that one
         outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     if outcome.preempted:
@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Return the step to resume from, or 0; raise if resuming is refused; ``fetch`` first copies from the mirror."""
+    """Return the step to resume from, or 0; raise if resuming is refused; with ``fetch``, read the mirror first."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
@@ -123,7 +123,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the callback's keyword arguments; existing checkpoints were already checked to belong to this run."""
+    """Return the callback's keyword arguments; any checkpoints are already known to belong to this run."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
         arguments["resume"] = "must"

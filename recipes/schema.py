@@ -101,7 +101,7 @@ def _keys(options: type, **types: Any) -> dict[str, Any]:
 
 
 def _section(name: str, text: str | None, base: type[Section], options: type, **types: Any) -> Any:
-    """Create a section that extends another section by a key for each library option."""
+    """Create a section that extends another section with a key for each library option."""
     return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **types))
 
 

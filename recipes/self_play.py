@@ -10,7 +10,7 @@ which is also the directory tree of its checkpoints::
         observation      converts hands to network inputs; holds the mean and deviation of every card
         choice           converts network outputs to moves; holds the random generator that samples them
 
-So a checkpoint is useful not only to resume: a policy can be loaded from it on its own, or replaced by another one.
+So a checkpoint is useful for more than resuming: a policy can be loaded from it on its own, or replaced with another.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Choice(Checkpointable):
 
 
 def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Moves:
-    """Return the moves of a policy: sampled by `choice`, or without one, the most probable moves."""
+    """Return a policy's moves: sampled by `choice` if it is given, or else the most probable ones."""
     with torch.no_grad():
         logits = policy(torch.from_numpy(features))[0].numpy()
     moves: Moves = choice(logits) if choice else logits.argmax(axis=1)
@@ -206,7 +206,7 @@ class Trainer(Checkpointable):
         return {"loss": sum(losses) / len(losses)}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Return the win rate of each policy against a random player; reproducible, also in a resumed run."""
+        """Return the win rate of each policy against a random player; reproducible, even in a resumed run."""
         rates = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())

@@ -36,7 +36,7 @@ _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds the weights
 _DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member of each JSON item
 _DOCUMENT_LIMIT = 64 << 20  # bytes
-_NODES = 1_000_000  # limit on the datasets and links of a file
+_NODES = 1_000_000  # maximum number of datasets and links in a file
 _RATIO = 2048  # maximum compression ratio of HDF5
 _UNSTORED = 64 << 20  # bytes; allowance for arrays that are not stored because they hold the fill value
 
@@ -83,7 +83,7 @@ class KerasFile(SingleTree):
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets of an HDF5 file, or with ``inside``, of the HDF5 file inside a ``.keras`` file."""
+    """The datasets of an HDF5 file, or, with ``inside``, of the HDF5 file in a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -95,7 +95,7 @@ class HDF5Tree(FetchedTree):
             raise OptionError(f"{location} is a file of Keras, or another one of HDF5; {needed}") from error
         self.stored = 0
         self.arrays: list[FetchedArray] = []
-        self._paths: dict[int, str] = {}  # paths of visited groups and datasets, by file address
+        self._paths: dict[int, str] = {}  # paths of visited groups and datasets, keyed by file address
         with self._file() as file:
             self._walk(file, ())
         readable = [array for array in self.arrays if not array.obstacle]
@@ -185,7 +185,7 @@ _DAMAGE = (
 
 
 class NumpyTree(FetchedTree):
-    """The arrays of one ``numpy.savez`` file, by name."""
+    """The arrays of one ``numpy.savez`` file, keyed by name."""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str, Box | None], NDArray[Any]]]:

@@ -1,4 +1,4 @@
-"""Import checkpoints of other libraries into holdfast's format, and export checkpoints to other libraries' formats."""
+"""Import other libraries' checkpoints into holdfast's format, and export checkpoints to other libraries' formats."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".pt": "tor
 
 _logger = logging.getLogger("holdfast")
 
-_BATCH = 32 << 20  # bytes of leaves read per batch
-_KEPT = 8  # cached batches: one for each writer thread
-_LARGE_BATCH = 256 << 20  # bytes of leaves read per batch if the caller keeps all of them in memory
+_BATCH = 32 << 20  # bytes of leaf data read per batch
+_KEPT = 8  # maximum number of cached batches: one per writer thread
+_LARGE_BATCH = 256 << 20  # bytes of leaf data read per batch if the caller keeps all batches in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,10 @@ class Conversion:
     """One converted checkpoint.
 
     Attributes:
-        source: The original.
-        path: The result.
+        source: The location of the original checkpoint.
+        path: The location of the result.
         format: The library that wrote the source, or that can read the result.
-        step: Its step, if it has one.
+        step: The step of the checkpoint, if it has one.
         leaves: The number of leaves in all its trees, not counting those that may be empty containers.
         bytes: Total size of its array elements in bytes.
         left_out: Leaves of the source that are missing from the result, one line each, with the reason.
@@ -96,19 +96,19 @@ def import_checkpoint(
     progress: Progress | None = None,
     coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
-    """Convert checkpoints of another library to holdfast's format: atomic, checksummed, and verified on return.
+    """Convert another library's checkpoints to holdfast's format atomically, with checksums, and verify the result.
 
-    A directory of steps becomes a directory of steps with their metrics, times and custom metadata and with the
-    metadata of the run; anything else becomes a single checkpoint. Items keep their names, but for the one item
+    A directory of steps becomes a directory of steps that keep their metrics, times and custom metadata, with the
+    metadata of the run; anything else becomes a single checkpoint. Items keep their names, except for the only item
     of an Orbax manager: Orbax calls it ``default``, and it becomes ``state``, so that managers and callbacks can
     resume from it. Only some of the arrays are in memory at a time.
 
-    In a program of several processes that all call this, process 0 does it and the others wait.
+    In a multi-process program in which all processes call this, process 0 does the work and the others wait.
 
     Args:
         source: An Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax, TensorFlow, Keras, numpy
             or RLlib checkpoint, or a directory of steps.
-        destination: A path or a URL; nothing may be there yet.
+        destination: A path or a URL at which nothing exists yet.
         overwrite: Replace an existing checkpoint, or existing steps with the same numbers.
         progress: Receives the total size of the sources in bytes, and the progress of the call.
         coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
@@ -118,13 +118,13 @@ def import_checkpoint(
         One entry for each checkpoint, in step order.
 
     Raises:
-        CheckpointNotFoundError: The source holds no checkpoint of a supported library.
+        CheckpointNotFoundError: The source contains no checkpoint from a supported library.
         CheckpointExistsError: The destination exists.
-        DamagedCheckpointError: The source is damaged, or the result does not verify. Steps that were finished before
+        DamagedCheckpointError: The source is damaged, or the result fails verification. Steps finished before
             the error are complete. (Ctrl-C deletes them, so that the same call can be repeated.)
-        UnsupportedLeafError: No array of the source can be read.
+        UnsupportedLeafError: None of the source's arrays can be read.
         OptionError: The source is already a holdfast checkpoint.
-        PeerFailedError: It failed on process 0; raised on the others.
+        PeerFailedError: Process 0 failed; raised in the other processes.
     """
     origin, target = as_location(source), as_location(destination, writes=True)
     about = [origin.url, target.url, overwrite]
@@ -183,11 +183,11 @@ def export_checkpoint(
 ) -> list[Conversion]:
     """Write a checkpoint in another library's format.
 
-    In a program of several processes that all call this, process 0 does it and the others wait.
+    In a multi-process program in which all processes call this, process 0 does the work and the others wait.
 
     Args:
         source: A checkpoint of holdfast or another library, or a directory of steps.
-        destination: A file for safetensors and torch, a directory for Orbax and DCP; nothing may be there yet.
+        destination: A file for safetensors and torch, a directory for Orbax and DCP; must not exist yet.
         to: ``"safetensors"``: one file; names are the keys of the leaves' paths, joined by dots.
             ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
             that orbax-checkpoint restores, with all steps unless one is given. ``"dcp"``: a directory that
@@ -195,7 +195,7 @@ def export_checkpoint(
             arrays (or 256 MiB) in memory, and is verified on return.
         step: Which step of a directory of steps: its number, or ``"best"``, as ranked by the run's ``best_fn``. None
             selects the newest, and for Orbax all of them.
-        item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
+        item: Which item, if there are several trees; None selects ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
         root: Write only the contents of this container, such as ``"model"``, with names relative to it: the module's
             names, which ``from_pretrained`` of other libraries expects. Patterns are relative too. Not for Orbax.
@@ -210,10 +210,10 @@ def export_checkpoint(
         CheckpointNotFoundError: There is no such checkpoint, step or item.
         CheckpointExistsError: The destination exists.
         UnsupportedLeafError: The format cannot store some leaves; the error lists them all. Nothing was written.
-        OptionError: The checkpoint has several trees, and no item is named; or the format is unknown, or there is no
+        OptionError: The checkpoint has several trees, and ``item`` is None; or the format is unknown, or there is no
             container ``root``; or the step is ``"best"``, and the run does not rank its checkpoints by a metric.
-        DamagedCheckpointError: The source does not verify.
-        PeerFailedError: It failed on process 0; raised on the others.
+        DamagedCheckpointError: The source fails verification.
+        PeerFailedError: Process 0 failed; raised in the other processes.
     """
     if to not in get_args(ExportFormat):
         raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
@@ -374,7 +374,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree under another library's names; they are durable on return."""
+    """Write leaves of a tree under another library's names, and make them durable before returning."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -393,7 +393,7 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
         # A leaf that may be None or an empty container (the format does not distinguish them) becomes the container:
-        # usually, it is the empty state of an optimizer, which the template also has as a container.
+        # usually, it is an empty optimizer state, which is a container in the template too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure

@@ -20,7 +20,7 @@ from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ...engine.sources import FoundSteps, SingleTree, StoredTree, first_bytes, total_bytes
 from ...engine.storage import Entry, Location
 
-_LIMIT = 1 << 36  # bytes; maximum file size, as files are read into memory
+_LIMIT = 1 << 36  # bytes; maximum file size, because files are read into memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 
 
@@ -60,7 +60,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    """Convert the keys of a dictionary to strings, or return the array if it holds a chunked one."""
+    """Convert the keys of a dictionary to strings, or return the array if the dictionary is a chunked array."""
     if "__msgpack_chunked_array__" in value:
         return _joined(value)
     for key in value:

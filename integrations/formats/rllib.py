@@ -4,8 +4,8 @@ Each component's directory contains its state, ``state.pkl`` or ``state.msgpack`
 ``rllib_checkpoint.json`` for algorithms, may give another name), and the pickled class and constructor arguments. Its
 subdirectories are the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
-A component tree reads them one by one (``integrations/components/reading.py``). Here, a directory is read as one tree:
-the state of its component, with the states of the child components under their names.
+A component tree reads the directories one by one (``integrations/components/reading.py``). Here, a directory is read as
+one tree: the state of its component, with the states of the child components under their names.
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which supports arrays and Python's plain
 types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), numpy arrays
@@ -71,7 +71,7 @@ _logger = logging.getLogger("holdfast")
 
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
-_LIMIT = 1 << 34  # bytes; maximum size of a state file, as it is read into memory
+_LIMIT = 1 << 34  # bytes; maximum size of a state file, because it is read into memory
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 
@@ -134,7 +134,7 @@ class RLlibDirectory:
         states = [name for name in self.names if _is_state(name)]
         chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
-            # when the file format changes, RLlib keeps the old file, and nothing tells which one is newer
+            # when the file format changes, RLlib keeps the old file, and nothing shows which one is newer
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"

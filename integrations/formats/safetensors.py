@@ -5,10 +5,10 @@ endian and in C order, without gaps (https://huggingface.co/docs/safetensors, "F
 
 A tensor name is split at its dots into a path: ``layers.0.weight`` is the leaf ``layers/0/weight``, with string keys.
 If the names do not form a tree (``a`` with ``a.b``, or ``a..b``), the tree is one dictionary with the whole names as
-keys. The metadata of a file exported by holdfast describe the containers, and hold the values that are not tensors.
+keys. The metadata of a file exported by holdfast describes the containers, and holds the values that are not tensors.
 
-``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes files for each process and no index: their metadata
-contain the offset of each part in the whole tensor (torch/distributed/checkpoint/_hf_utils.py).
+``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes separate files for each process and no index; their
+metadata gives the offset of each part in the whole tensor (torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 TREE_NOTE = "holdfast.tree"  # metadata key of the tree description in an exported file
 BARE_LEAF = "value"  # tensor name if the tree is a single bare leaf
-_BATCH = 64 << 20  # bytes of leaves read per batch
+_BATCH = 64 << 20  # bytes of leaf data read per batch
 _STEP = 1 << 20  # bytes per write
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
@@ -57,7 +57,7 @@ _ALIGNMENT = 8  # bytes; tensor data alignment in the reference implementation
 _LARGEST_SIZE = 1 << 62
 # File names in a folder without an index: the shard (process), the model name, the file number, and the file count.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
-_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the offsets of the parts
+_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the part offsets
 _OFFSETS = "saved_offsets"
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -73,7 +73,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Packed dtypes (two elements per byte) and their torch names. Neither numpy nor torch computes with them.
+# Packed dtypes (two elements per byte) and their torch names. Neither numpy nor torch can compute with them.
 _PACKED = {"F4": "float4_e2m1fn_x2"}
 
 
@@ -182,7 +182,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
         note = metadata.get(TREE_NOTE)
-        if path and weight_map is None:  # numbered files may hold parts of tensors; a file opened by its path does not
+        if path and weight_map is None:  # numbered files may hold tensor parts; a file opened by path is read as is
             in_file = _placed(file, in_file, metadata.get(_SHARDING, "{}"))
         for name, tensor in in_file.items():
             if weight_map is None or weight_map.get(name) == path:
@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors of a file, placed at the offsets in the whole tensors that its metadata give, if any."""
+    """Return the tensors in a file as parts of whole tensors, at the offsets that the file's metadata gives, if any."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
             places = json.loads(noted)
@@ -338,7 +338,7 @@ def _refuse(constant: str) -> None:
 
 
 def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
-    """Write a tree as a safetensors file, atomically and durably; the leaves are read in batches to limit memory.
+    """Write a tree as a safetensors file, atomically and durably; leaves are read in batches to limit memory usage.
 
     Python numbers become scalar tensors. Text, bytes, None and the containers are stored in the metadata, which only
     holdfast reads.
@@ -365,7 +365,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
-    """Write a file of tensors, given as names, dtypes and shapes, with their data from ``contents`` in this order."""
+    """Write tensors, given by name, dtype and shape, to a file; ``contents`` returns their data in the same order."""
     header, size = _encode_header(tensors, {"format": "pt", **metadata})  # the format tag that other libraries expect
 
     def parts() -> Iterator[NDArray[np.uint8]]:

@@ -43,9 +43,9 @@ class CheckpointCallback(LoopCallback):
     - Every saved step is reported to Ray once it is durable: ``ray.train.report`` gets the metrics of the step and its
       checkpoint in place, without a copy. Reports wait for all workers, so a step is reported when the next one is
       saved, at a preemption, or at the end.
-    - A reported checkpoint belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With
-      ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics: Ray does
-      not restart a run whose checkpoints are gone. (``Result`` then has neither: Ray keeps metrics with checkpoints.)
+    - A reported checkpoint belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With ``max_to_keep``
+      or another retention option, the callback deletes checkpoints and reports only metrics, because Ray does not
+      restart a run whose checkpoints are gone. (``Result`` then has neither: Ray keeps metrics with checkpoints.)
     - SIGTERM reaches the callback although the loop does not run in the main thread. All workers save the same step and
       stop; leaving the ``with`` block raises :class:`PreemptedError`, because Ray considers a function that returns
       finished. This counts as a failure in ``FailureConfig(max_failures=...)``.
@@ -56,7 +56,7 @@ class CheckpointCallback(LoopCallback):
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # step that is saved or being saved, but not reported yet
+    _unreported: int | None = None  # step that has been or is being saved, but has not been reported yet
     _reported_step: int | None = None
     _has_stopped = False
 
@@ -88,7 +88,7 @@ class CheckpointCallback(LoopCallback):
         state, step = super().restore_or_initialize(state, like=like, **extras)
         location = self._location_of(step)
         if location is not None and (reported is None or reported.url != location.url):
-            self._unreported = step  # the previous run ended between save and report
+            self._unreported = step  # the previous run ended after saving this step and before reporting it
         return state, step
 
     def on_step(
@@ -139,7 +139,7 @@ class CheckpointCallback(LoopCallback):
         return super()._signal(signals) if self._worker is None else WorkerSignal(signals)
 
     def _fetch(self, reported: Location | None) -> None:
-        """Copy the last checkpoint known to Ray into the directory if that has none."""
+        """Copy the last checkpoint known to Ray into the directory if the directory has none."""
         directory = self.manager.directory
         if reported is None or reported.url.startswith(f"{directory.url}/") or self._options.resume == "never":
             return
@@ -167,7 +167,7 @@ class CheckpointCallback(LoopCallback):
             return
         location = self._location_of(step)
         metrics = None if location is None else self.manager.metrics(step)
-        # Ray can only register checkpoints in its own storage that the callback does not delete
+        # Ray can only register checkpoints that are in its own storage and that the callback does not delete
         inside = self.manager.directory.url.startswith(f"{self._worker.root().url}/")
         registered = location if inside and self._options.max_to_keep is None else None
         self._worker.report({**(metrics or {}), "step": step}, registered)

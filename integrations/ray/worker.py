@@ -23,12 +23,12 @@ logger = logging.getLogger("holdfast")
 DRAINED = 1000
 """The number that stands for a signal if Ray takes a node away."""
 
-_TIMEOUT = 30.0  # seconds; timeout of calls in the main thread of the actor, which Ray keeps idle
-_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # URL schemes by pyarrow file system type
+_TIMEOUT = 30.0  # seconds; timeout for calls in the main thread of the actor, which Ray keeps idle
+_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # maps pyarrow file system types to URL schemes
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
 """Options with which a file system has its own credentials; a URL takes credentials from the environment."""
 
-_signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # by id, for `_call`
+_signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # keyed by id, for `_call`
 
 
 def run_directory(name: str = "checkpoints") -> str:
@@ -125,7 +125,7 @@ def is_drained() -> bool:
     context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
     try:
         return context is not None and context.get_train_context().preemption_context.preemption_info is not None
-    except (AttributeError, RuntimeError):  # Ray versions without such notices; not in a run
+    except (AttributeError, RuntimeError):  # the Ray version has no such notices, or there is no run
         return False
 
 

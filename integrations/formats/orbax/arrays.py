@@ -1,4 +1,4 @@
-"""Read arrays of other writers with TensorStore: zarr 2 and 3, in OCDBT databases or plain directories.
+"""Use TensorStore to read arrays from other writers: zarr 2 and 3, in OCDBT databases or plain directories.
 
 All arrays are opened concurrently, and read concurrently within a limit on the bytes in flight.
 """
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 class OpenedArrays:
-    """Opened arrays, of which only the metadata was read; ``failed`` maps the others to the reason, by name."""
+    """Opened arrays, of which only the metadata has been read; ``failed`` maps the names of the others to reasons."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -169,7 +169,7 @@ class OpenedArrays:
 
 
 def reason(error: Exception, location: Location) -> str:
-    """Return the reason why an array cannot be read; raise errors of the storage itself."""
+    """Return the reason why an array cannot be read; if the storage itself failed, raise that error."""
     mapped: HoldfastError = map_status(error, location.url, "read")
     if isinstance(mapped, _OF_STORAGE):
         raise mapped from error
@@ -201,7 +201,7 @@ class ProcessDatabases:
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
-        self._folders: dict[str, Location] = {}  # by key; the first folder for a replicated part
+        self._folders: dict[str, Location] = {}  # maps each key to its folder; the first one for a replicated part
         for folder in folders:
             try:
                 with naming(folder):
@@ -226,7 +226,7 @@ class ProcessDatabases:
 
 
 def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return the missing or truncated files of an OCDBT database by array, as TensorStore errors only name a key."""
+    """Map arrays to the missing or truncated files in their OCDBT database, because TensorStore only names a key."""
     if not names:
         return {}
     try:
@@ -234,7 +234,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
-    needed: dict[str, dict[str, int]] = {}  # by array and file: the end offset of the last value
+    needed: dict[str, dict[str, int]] = {}  # maps array and file to the end offset of the last value
     for row, key in enumerate(entries.keys):
         cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
         name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)

@@ -37,7 +37,7 @@ _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
 # The item that lists the devices of every process, written by managers that checkpoint to the local disk of each host.
 _PROCESSES = "process_metadata"
-RUN_METADATA = "metadata"  # folder next to the steps with the custom metadata of the run
+RUN_METADATA = "metadata"  # folder with the custom metadata of the run, next to the steps
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # maximum number of directories searched for items if no file marks a checkpoint
 
@@ -67,13 +67,13 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             handlers_by_item: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            # item names come from an untrusted file: refuse those that would lead out of the directory
+            # item names come from an untrusted file: reject those that would lead out of the directory
             noted = {name for name in handlers_by_item if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
             for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
-        self._processes = 0  # number of processes that saved, if each saved to the local disk of its host
+        self._processes = 0  # number of saving processes, if each saved to the local disk of its host
         if self._items.pop(_PROCESSES, None) is not None:
             file = location / _PROCESSES / "global_process_metadata.json"
             listed = read_json(file)
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, use the one with the most steps."""
+    """Find directories ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use the most common prefix."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 

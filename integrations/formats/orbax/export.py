@@ -1,4 +1,4 @@
-"""Export to Orbax: write copies of any checkpoint, or make holdfast checkpoints readable for Orbax in place.
+"""Export to Orbax: write copies of any checkpoint, or make holdfast checkpoints readable by Orbax in place.
 
 A plan describes how Orbax stores a tree: as arrays, with JSON files next to them.
 """
@@ -48,7 +48,7 @@ _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 
 _Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its key type
-# Writes the given leaves of a tree, by name, into a folder, and reports each number of bytes written.
+# Writes the given leaves of a tree to a folder, under the given names, and reports progress in bytes.
 WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf], Callable[[int], None]], None]
 
 
@@ -57,9 +57,9 @@ class OrbaxPlan:
 
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
         self.entries: dict[str, Any] = {}  # content of ``tree_metadata`` in the ``_METADATA`` file
-        self.arrays: dict[str, SavedLeaf] = {}  # leaves stored as arrays, by Orbax name
+        self.arrays: dict[str, SavedLeaf] = {}  # leaves stored as arrays, keyed by Orbax name
         self.strings: dict[str, Any] = {}  # content of the ``_strings.json`` file
-        self.keys: dict[str, str] = {}  # PRNG implementations of typed keys, by array name
+        self.keys: dict[str, str] = {}  # PRNG implementations of typed keys, keyed by array name
         self._source = source
         self._in_place = in_place
         self._leaves = iter(source.leaves)
@@ -76,7 +76,7 @@ class OrbaxPlan:
             raise UnsupportedLeafError("\n  ".join([headline, *self._problems]))
 
     def files(self) -> dict[str, bytes]:
-        """Return the file contents by path relative to the item's folder; ``_METADATA`` comes last."""
+        """Map file paths, relative to the item's folder, to file contents; ``_METADATA`` comes last."""
         contents: dict[str, bytes] = {}
         if self.strings:
             contents[STRINGS_FILE] = json_file(self.strings)
@@ -178,7 +178,7 @@ class OrbaxPlan:
 def checkpoint_document(
     handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """Return the checkpoint-level files by name; the file that marks the save as finished comes last."""
+    """Map the names of checkpoint-level files to their contents; the file that marks a finished save comes last."""
     nanoseconds = int((time.time() if committed is None else committed) * 1e9)
     document = {
         "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
@@ -206,7 +206,7 @@ def export_orbax(
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
     """Export copies of checkpoints to Orbax; return each checkpoint with its copy, its step and its trees."""
     # A single tree becomes a directory for a `StandardCheckpointer`, and steps become one for a `CheckpointManager`.
-    # Integer keys become strings, as Orbax has only string keys.
+    # Integer keys become strings, because Orbax supports only string keys.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
     if not managed:
@@ -243,13 +243,13 @@ def _refuse_existing(target: Location) -> None:
 def add_orbax_metadata(
     source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
 ) -> list[Location]:
-    """Make holdfast checkpoints readable for Orbax in place: add its metadata next to the data.
+    """Make holdfast checkpoints readable by Orbax in place: add Orbax metadata next to the data.
 
     No array is copied, and holdfast still reads the checkpoints as before. Orbax finds the items by name:
     ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
     args=Composite(state=StandardRestore(template)))``.
 
-    In a program of several processes that all call this, process 0 does it and the others wait.
+    In a multi-process program in which all processes call this, process 0 does the work and the others wait.
 
     Args:
         source: A checkpoint, or a directory of steps.
@@ -263,8 +263,8 @@ def add_orbax_metadata(
         CheckpointNotFoundError: There is no such checkpoint.
         UnsupportedLeafError: Orbax cannot read some leaves in place; the error lists them all. Nothing was written.
         OptionError: The checkpoint was not written by holdfast.
-        DamagedCheckpointError: The structure of the checkpoint does not verify.
-        PeerFailedError: It failed on process 0; raised on the others.
+        DamagedCheckpointError: The structure of the checkpoint fails verification.
+        PeerFailedError: Process 0 failed; raised in the other processes.
     """
     origin = as_location(source)
 
@@ -301,7 +301,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
 
 
 def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Return the contents of all files except the arrays, by path; ``folders`` maps each item to its folder."""
+    """Map the paths of all files except the arrays to their contents; ``folders`` maps each item to its folder."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
     for name, folder in folders.items():

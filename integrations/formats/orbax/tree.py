@@ -1,6 +1,6 @@
 """Read one tree saved by Orbax: its arrays, and JSON files with the structure, the shardings and the strings.
 
-A missing JSON member defaults to the behavior of the versions that did not write it yet. The supported formats are
+If a JSON member is missing, assume the behavior of the versions that did not write it yet. The supported formats are
 those of orbax-checkpoint 0.5 to 0.12.
 """
 
@@ -129,7 +129,7 @@ def _path(keys: Any, text: str) -> Path | None:
 
 
 def read_key_kinds(folder: Location) -> dict[str, str]:
-    """Return the PRNG implementations of typed keys by array name."""
+    """Map the array names of typed keys to their PRNG implementations."""
     entries = [entry for entry in (folder / ARRAYS_FOLDER).entries() if entry.name.startswith("process_")]
     kinds: dict[str, str] = {}
     for file in (entry.name for entry in entries if not entry.is_directory):
@@ -143,7 +143,7 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
 
 
 def read_shardings(folder: Location) -> dict[str, Details]:
-    """Return the array shardings that can be parsed, by array name; they are for display only."""
+    """Map array names to shardings, if they can be parsed; the shardings are for display only."""
     shardings: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -205,7 +205,7 @@ class OrbaxTree(OtherTree):
             has_strings = any(p.value_type == STRING for p in parameters)
             self._strings = read_optional(location / STRINGS_FILE) if has_strings else {}
             self.unreadable: dict[str, str] = {}
-            self._values: dict[str, Any] = {}  # values of the leaves in the aggregate file, by leaf name
+            self._values: dict[str, Any] = {}  # values of the leaves in the aggregate file, keyed by leaf name
             self._foreign: set[str] = set()  # leaves that only a custom handler of the saving program can read
             self.leaves = [self._leaf(parameters[index]) for index in order]
         counts = Counter(self._names[storage_name(p.path)] for p in parameters if p.value_type not in _NO_ARRAYS)
@@ -257,7 +257,7 @@ class OrbaxTree(OtherTree):
     ) -> list[Problem]:
         wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
-        failed: dict[str, str] = {}  # reason why an array cannot be opened or read, by leaf name
+        failed: dict[str, str] = {}  # maps leaf names to the reason why the array cannot be opened or read
         for index, (leaf, box) in enumerate(parts):
             if leaf.name in self.unreadable:
                 failed[leaf.name] = self.unreadable[leaf.name]
@@ -400,7 +400,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 class ArrayFolder(OrbaxTree):
-    """The arrays of a database that TensorStore wrote without Orbax, as one dictionary by array name."""
+    """The arrays of a database that TensorStore wrote without Orbax, as one dictionary keyed by array name."""
 
     for_template = OtherTree.for_template  # a flat tree has no leaves that may be empty containers
 

@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Return the checkpoints ``<name>-<number>`` by number, of the newest one or of the most common name."""
+    """Map numbers to checkpoints ``<name>-<number>`` that share the newest one's name, or else the most common name."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -111,7 +111,7 @@ def _checkpoint(prefix: Location) -> SingleTree:
 
 
 def _prefix_of(name: str) -> str:
-    """Return the checkpoint prefix in the name of an index or data file, or "" for other file names."""
+    """Return the checkpoint prefix from the name of an index or data file, or "" for other file names."""
     match = _DATA.fullmatch(name)
     return match[1] if match else name.removesuffix(INDEX) if name.endswith(INDEX) else ""
 

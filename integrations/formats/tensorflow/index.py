@@ -1,4 +1,4 @@
-"""Decode the index file of a TensorFlow checkpoint, a table of messages, one per tensor. Pure: bytes in, entries out.
+"""Decode the index file of a TensorFlow checkpoint: a table with one message per tensor. Pure: bytes in, entries out.
 
 A protocol buffer message is a sequence of fields, each a tag (field number and wire type) and a value
 (https://protobuf.dev/programming-guides/encoding). The messages are ``BundleHeaderProto`` and ``BundleEntryProto`` of
@@ -189,7 +189,7 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 
 def ordered(number: int) -> bytes:
-    """Encode a signed integer for a slice key: the bytes sort like the numbers, and small numbers are shorter."""
+    """Encode a signed integer for a slice key: the bytes sort like the numbers, and small numbers take fewer."""
     length = (~number if number < 0 else number).bit_length() // 7 + 1
     marks = ((1 << length) - 1) << (7 * length)  # as many leading one bits as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")

@@ -246,7 +246,7 @@ GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # name of the tensor that holds the 
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # attribute name of an object with a single value
 _SLOTS = "slots"  # parent key of optimizer slots, as in graphs saved by holdfast
-_SHARING = 16  # limit on objects that share a value, as an average; two in practice
+_SHARING = 16  # limit on the average number of objects that share a value; two in practice
 _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 
@@ -254,8 +254,8 @@ _ESCAPED = re.compile(r"\.(?:\.|S)")
 class ObjectNode:
     """An object in the object graph."""
 
-    children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, by edge name
-    # Pairs of attribute name and tensor name; the latter may be a prefix shared by several tensors.
+    children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, keyed by edge name
+    # Pairs of attribute name and tensor name; the tensor name may be a prefix shared by several tensors.
     attributes: list[tuple[str, str]] = field(default_factory=list)
     # Optimizer slots: node index of the variable, slot name, node index of the slot's value.
     slots: list[tuple[int, str, int]] = field(default_factory=list)
@@ -339,7 +339,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: the exact name, or for a lookup table all names with this prefix."""
+    """Yield the tensor names of an attribute: the exact name, or, for a lookup table, all names with this prefix."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
@@ -360,7 +360,7 @@ Path = tuple[str, ...]
 
 
 class BundleTree(StoredTree, NamedVariables):
-    """The values of a checkpoint as a tree and by their TensorFlow names, with the graph of their objects."""
+    """The values of a checkpoint, as a tree and keyed by TensorFlow name, with their object graph."""
 
     variables: NamedVariables  # refers to the tree itself
     _bundle: Bundle
@@ -442,7 +442,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Change paths so that no value is below another: TensorFlow 1 names the slot ``Adam`` of ``w`` ``w/Adam``."""
+    """Change paths so that no value is below another: TensorFlow 1 stores the ``Adam`` slot of ``w`` as ``w/Adam``."""
     values = set(paths.values())
     arranged = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(arranged.values())
@@ -453,7 +453,7 @@ def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _beside(path: Path, values: Collection[Path]) -> Path:
-    """Return a path that does not pass through a value: from the value on, join the keys to one."""
+    """Return a path that does not pass through a value: join the keys from the value on into one."""
     for length in range(1, min(len(path), MAX_DEPTH)):
         if path[:length] in values:
             return (*path[: length - 1], "/".join(path[length - 1 :]))

@@ -1,11 +1,11 @@
-"""torch.distributed.checkpoint folders: ``.metadata`` and ``*.distcp`` files, read without torch, written with it.
+"""Read torch.distributed.checkpoint folders (``.metadata`` and ``*.distcp``) without torch, and write them with torch.
 
 ``.metadata`` is a pickle of dataclasses from ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only class
-names and attributes are read, nothing is imported. Nested keys are restored if the metadata contain their paths, which
-the default planner writes; otherwise, the whole name of an entry is one key.
+names and attributes are read, and nothing is imported. Nested keys are restored if the metadata contains their paths,
+which the default planner writes; otherwise, the whole name of an entry is one key.
 
-Processes that saved without a common plan (``use_collectives=False``) each wrote ``__<rank>.metadata``, and each its
-own copy of replicated entries. Together, their parts form the tree, and copies must be equal.
+Processes that saved without a common plan (``use_collectives=False``) each wrote a file ``__<rank>.metadata``
+and their own copies of replicated entries. The parts from all processes form the tree; the copies must be equal.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Extent(NamedTuple):
     is_compressed: bool
 
 
-# Extents by entry name and start index of the part; the start is None for objects other than tensors.
+# Maps an entry name and the start index of a part to an extent; the start is None for objects other than tensors.
 Places = Mapping[tuple[str, Ints | None], Extent]
 
 
@@ -87,7 +87,7 @@ class _Tensor(NamedTuple):
 
     shape: Ints
     dtype: TorchDType
-    parts: Mapping[tuple[Ints, Ints], Extent]  # by start index and shape
+    parts: Mapping[tuple[Ints, Ints], Extent]  # keyed by start index and shape
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return for every entry its name, its path, and its tensor, or its extent if it is another object."""
+    """Return the name, the path and the content of every entry: a tensor, or the extent of another object."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
@@ -279,7 +279,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(chunks, list):
         raise DamagedCheckpointError(f"entry {shown(name)} has no list of parts")
-    parts: dict[Ints, tuple[Ints, Extent]] = {}  # shape and extent by start index
+    parts: dict[Ints, tuple[Ints, Extent]] = {}  # maps start index to shape and extent
     for chunk in chunks:
         described = _attributes(chunk, "ChunkStorageMetadata")
         start, size = sizes(described.get("offsets")), sizes(described.get("sizes"))
@@ -287,7 +287,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
             continue  # all processes with an empty shard may refer to the same extent
-        if start in parts:  # a small pickle could repeat a part very often, and each would be read from its file
+        if start in parts:  # a small pickle could repeat a part many times, and every repetition would be read
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
     return _Tensor(shape, named_dtype(dtype), {(start, size): extent for start, (size, extent) in parts.items()})
@@ -310,7 +310,7 @@ def _bytes_of(part: StoredPart, content: bytes) -> Bytes:
 
 
 def _in_memory(value: Any, content: bytes) -> Any:
-    """Replace the lazy tensors in an object by arrays over the decompressed content."""
+    """Replace the lazy tensors in an object with arrays over the decompressed content."""
     if isinstance(value, StoredArray):
         part = value.whole()
         return part.array(_bytes_of(part, content))
@@ -373,15 +373,15 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
 
 # ---- folders written by torch, and read back to verify them
 #
-# The save plan is made of tensors without memory, and the planner reads an array when torch asks for its data. torch
-# keeps the arrays of a file until the whole file is written, so only a small tree becomes a single file. In a large
+# The save plan contains tensors without memory, and the planner reads an array when torch asks for its data. torch
+# keeps all arrays of a file in memory until it is written, so only a small tree becomes a single file. In a large
 # tree, each array gets its own file, so that at most two arrays are in memory.
 
 _ONE_FILE = 256 << 20  # bytes; maximum size of a tree that is written as a single file
 
 
 def export_dcp(source: TreeSource, destination: Location) -> None:
-    """Write a tree with ``torch.distributed.checkpoint.save``, in this process alone: atomic and verified."""
+    """Write a tree atomically with ``torch.distributed.checkpoint.save``, in this process alone, and verify it."""
     if destination.exists():
         raise CheckpointExistsError(f"{destination} exists already; choose another destination")
     if not destination.is_local:

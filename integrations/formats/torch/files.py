@@ -1,11 +1,11 @@
-"""``torch.save`` files, such as Lightning's ``.ckpt``: written with torch, read without torch or executing any code.
+"""Read ``torch.save`` files, such as Lightning's ``.ckpt``, without torch or executing any code; write them with torch.
 
 They are zip archives of uncompressed records, one for the pickle (``data.pkl``) and one for each storage
 (``data/0``, ...), in a folder of arbitrary name (see ``torch.serialization``).
 
 Containers keep their types, and tensors become arrays; the keys of a state dict, such as ``layers.0.weight``, are not
-split. Objects of other classes could only be created by running their code. In a Lightning checkpoint they are left
-out, and reported, outside of the weights and the optimizer states; anywhere else, loading them is an error.
+split. Objects of other classes, which only their own code could create, are left out of Lightning checkpoints and
+reported, except in the weights and the optimizer states; there, and in all other files, loading them is an error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TorchArchive:
             raise DamagedCheckpointError("its records claim more bytes than the archive has")
         if any(member.filename.endswith("/constants.pkl") or "/code/" in member.filename for member in members):
             raise DamagedCheckpointError("it is a TorchScript archive, which holds code; save its state_dict() instead")
-        self.records: dict[str, Record] = {}  # by name without the folder
+        self.records: dict[str, Record] = {}  # keyed by name without the folder
         for info in members:
             _, _, name = info.filename.partition("/")
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
@@ -205,7 +205,7 @@ _DISTRIBUTED = ".metadata"  # file that identifies a ``.ckpt`` directory saved b
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the ``.ckpt`` files of a Lightning run by step, which is taken from the file name or else from the file."""
+    """Find a Lightning run's ``.ckpt`` files and their steps; the file name gives the step, or else the file itself."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
@@ -218,7 +218,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
             begin = first_bytes(file, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # skip damaged files, as their step is unknown
+            with contextlib.suppress(DamagedCheckpointError):  # skip damaged files, because their step is unknown
                 checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:

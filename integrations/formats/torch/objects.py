@@ -56,7 +56,7 @@ def named_dtype(dtype: object) -> TorchDType:
 
 
 class Record(NamedTuple):
-    """One record of an archive: its offset in the file, its length in bytes, and its CRC-32 if it has one."""
+    """One record of an archive: its offset in the file, its length in bytes, and its CRC-32, if it has one."""
 
     offset: int
     length: int

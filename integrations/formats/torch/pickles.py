@@ -1,6 +1,6 @@
 """Read pickles without executing code: the classes and functions that they refer to are not imported.
 
-A pickle is a program for a small stack machine. This one interprets the opcodes that build data, and imports nothing:
+A pickle is a program for a small stack machine. This module interprets opcodes that build data, and imports nothing:
 a name (``GLOBAL``) becomes a :class:`Name`, and calling it creates an :class:`Inert` object that only records the call,
 unless the caller gives a builder for that name. So a hostile pickle can, at worst, describe odd data.
 
@@ -47,7 +47,7 @@ class Stateful(abc.ABC):
 
 
 def shown(value: Any) -> str:
-    """Format a pickled value for error messages; never the contents of a container, which may be huge or cyclic."""
+    """Format a pickled value for error messages, without the contents of containers, which may be huge or cyclic."""
     if type(value) is str or value is None or (type(value) is int and abs(value) < 1 << 63):
         return f"{value!r:.100}"
     return str(value)[:100] if isinstance(value, Name) else f"a {type(value).__name__}"
@@ -65,7 +65,7 @@ _MARK = object()  # stack marker at the start of a group of values
 def unpickle(
     data: bytes | memoryview, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return the object of a pickle; ``persistent`` resolves the persistent ids of objects outside the pickle."""
+    """Return the object in a pickle; ``persistent`` resolves the persistent ids of objects outside the pickle."""
     machine = _Machine(builders, persistent)
     content, push = io.BytesIO(data), machine.stack.append
     try:
