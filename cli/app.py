@@ -33,7 +33,7 @@ COMMANDS = {
     "import": "Import checkpoints of another library.",
     "export": "Export a checkpoint to the format of another library.",
 }
-_MODULES = {  # keyed by module: its commands
+_MODULES = {  # keyed by module: the names of its commands
     "listing": "ls watch",
     "inspect": "show diff verify",
     "change": "prune rm rollback pin unpin",

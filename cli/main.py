@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with the given arguments, by default those in ``sys.argv``; return the exit status."""
     open_closed_streams()
     if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe may rely on the final garbage collection
-        atexit.register(gc.freeze)  # speeds up the exit, without a final collection over all imported modules
+        atexit.register(gc.freeze)  # exits faster, because there is no final collection over all imported modules
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)  # the rest belongs to another program
     with_traceback, as_json = (flag in arguments[:end] for flag in (_TRACEBACK, _JSON))

@@ -70,7 +70,7 @@ class Signals:
 
 
 class Program:
-    """One run of a command, in its own process group; events and heartbeats are written to the new ``folder``."""
+    """One execution of a command, in its own process group; events and heartbeats are written to the new ``folder``."""
 
     # On Linux, this process adopts descendants of the command whose parent dies (it is a subreaper), so nothing
     # outlives `sweep`, not even torchrun workers, which have their own sessions.
@@ -92,7 +92,7 @@ class Program:
         _prctl(_SUBREAPER, 1)
         parent = os.getpid()
 
-        def die_with_parent() -> None:  # Python code is safe after this fork, with only one thread
+        def die_with_parent() -> None:  # Python code is safe after this fork, because there is only one thread
             _prctl(_DEATH_SIGNAL, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)

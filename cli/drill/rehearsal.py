@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL; without one, create it if ``writes`` is true, or return the URL."""
+        """Return the stand-in for a path or URL; if there is none, create it for ``writes``, else return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)

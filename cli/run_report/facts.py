@@ -48,8 +48,8 @@ class Statistics:
     damaged: int = 0  # number of leaves that contain NaN or Inf
     examples: list[str] = field(default_factory=list)  # names of a few leaves that contain NaN or Inf
     steps: list[int] = field(default_factory=list)  # steps whose norms are known, ascending
-    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # by leaf: norms at these steps
-    groups: dict[str, list[float]] = field(default_factory=dict)  # by top-level container: norms at these steps
+    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # norms at `steps`, keyed by leaf
+    groups: dict[str, list[float]] = field(default_factory=dict)  # norms at `steps`, keyed by top-level container
     notes: list[str] = field(default_factory=list)  # notes about omitted statistics
 
 

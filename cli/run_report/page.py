@@ -242,7 +242,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Build a table from rows of cells keyed by heading; the page's script sorts it; screen readers use its name."""
+    """Build a table from rows of cells keyed by heading; the page's script sorts it; its name is for screen readers."""
     if not rows:
         return Markup()
     heads = (

@@ -91,7 +91,7 @@ class CheckpointCallback(ResumingCallback):
     is pickled. Hyper-parameters and callback states of any other type are left out, and a warning names them.
 
     ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others. With
-    ``partial="initialize"``, it loads those that fit, and a resume restores what fits in the module and optimizers.
+    ``partial="initialize"``, it loads those that fit; a resume restores fitting module, optimizer and scheduler state.
 
     Args:
         dirpath: The checkpoint directory: a path or a URL.
@@ -235,7 +235,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint or, without ``best_fn``, the newest; empty if none has the metric."""
+        """The path of the best checkpoint or, without ``best_fn``, the newest; empty if there is no such checkpoint."""
         return self._store.path_of(self._store.manager.best_step())
 
     @best_model_path.setter

@@ -87,7 +87,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         trainer = L.Trainer(plugins=[HoldfastCheckpointIO()])
         trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, for the newest
 
-    The plugin itself writes nothing. With strategies that load checkpoints on their own (``ModelParallelStrategy``),
+    It writes nothing itself. With strategies that load checkpoints themselves, such as ``ModelParallelStrategy``,
     Lightning does not accept such a plugin.
 
     Args:

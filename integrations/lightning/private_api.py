@@ -170,7 +170,7 @@ def forget_choice(trainer: Any) -> None:
 def is_left_alone(trainer: Any, path: Any) -> bool:
     """Return whether the path is a SLURM requeue checkpoint that Lightning itself selected; log that it is ignored."""
     connector = trainer._checkpoint_connector
-    # If the module creates the first callback in the process, the trainer has already selected its path unrecorded.
+    # If the module creates the first callback in the process, the trainer selected its path before recording began.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -236,7 +236,7 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called between creating loaders and their iterators
+LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after loader creation, before iterator creation
 
 # The trainer's connector that selects, saves and restores checkpoints, and the checkpoint dictionary it restores.
 checkpoint_connector = attrgetter("_checkpoint_connector")
@@ -280,7 +280,7 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders have been exhausted in this epoch, in modes that restart loaders until all have been."""
+    """Return which loaders are exhausted in this epoch, in modes that restart the shorter loaders until all are."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 

@@ -149,7 +149,7 @@ class EpochReplay:
         if self._made and makes:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read it to create the loaders.
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read it when it creates the loaders.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:

@@ -2,7 +2,7 @@
 
 Under DDP, parameters and optimizer states are identical in all processes; under FSDP2 and tensor parallelism, each
 process holds its shards as DTensors. Therefore each process saves them from its own memory. Everything else,
-such as buffers, callbacks and hyper-parameters, may differ between processes, so only that of process 0 is saved, as in
+such as buffers, callbacks and hyper-parameters, may differ between processes: only process 0 saves its own, as in
 Lightning's own checkpoints.
 """
 
@@ -236,7 +236,7 @@ class StateHandler(PyTreeCheckpointHandler):
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
-        # Add empty containers, because a selection leaves them out.
+        # Add back containers without leaves, because a selection leaves them out.
         return {**mapped(lambda _leaf, _path, saved: saved, rest, as_they_are), **parts}
 
 

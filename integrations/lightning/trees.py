@@ -78,7 +78,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[str, Any]:
-    """Convert a tree that was loaded without a template to a Lightning checkpoint whose tensors share its memory."""
+    """Convert a tree loaded without a template to a Lightning checkpoint whose tensors share the tree's memory."""
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(
