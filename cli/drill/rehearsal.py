@@ -133,7 +133,7 @@ class Rehearsal(Observer):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Status 0, because a launcher ends all processes if one fails, perhaps before the others have saved.
+        # Under a launcher, exit with 0: after a failure, it ends the other processes, perhaps before they have saved.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
