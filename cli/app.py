@@ -33,7 +33,7 @@ COMMANDS = {
     "import": "Import checkpoints of another library.",
     "export": "Export a checkpoint to the format of another library.",
 }
-_MODULES = {  # module -> its commands
+_MODULES = {  # keyed by module: the names of its commands
     "listing": "ls watch",
     "inspect": "show diff verify",
     "change": "prune rm rollback pin unpin",
@@ -43,8 +43,8 @@ _MODULES = {  # module -> its commands
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # environment variable that shells set to request completions
-_SCRIPTS = {  # shell -> path of the completion script, startup file, and the line in it that loads the script
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which shells request completions
+_SCRIPTS = {  # keyed by shell: path of the completion script, startup file, and the line in it that loads the script
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/holdfast.fish", None, ""),
@@ -70,7 +70,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def command(name: str) -> click.Command:
-    """Import one command; importing all command modules would take longer than listing checkpoints."""
+    """Import only one command, because importing all command modules would take longer than listing checkpoints."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()
@@ -79,17 +79,17 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy without OpenBLAS threads, and before other modules, because a nested import is slower."""
+    """Import numpy without OpenBLAS threads; import it before other modules, because a nested import is slower."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # not kept for the caller of `main` or child processes
+        del os.environ["OPENBLAS_NUM_THREADS"]  # so that neither the caller of `main` nor child processes see it
 
 
 class _Unloaded(click.Command):
-    """A lazy placeholder for a command, which is imported when it is called or completed."""
+    """A placeholder for a command, which is imported when it is called or completed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

@@ -68,10 +68,10 @@ class ChangedRun:
 
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
-        """Open the run for writing; its stored retention rules are preserved."""
+        """Open the run for writing, and preserve its stored retention rules."""
         logger, is_other = logging.getLogger("holdfast"), lambda record: record.msg is not LEFT_ALONE
         with CheckpointManager(self.location, options=self.options) as manager:
-            logger.addFilter(is_other)  # suppress the warning about folders that `rm` may be about to delete
+            logger.addFilter(is_other)  # suppress the warning about folders that `rm` may delete next
             try:
                 manager.acquire()
             finally:
@@ -87,14 +87,14 @@ class ChangedRun:
             )
 
     def counted(self, steps: Collection[int]) -> str:
-        """Describe the number of checkpoints among the steps, and of folders without a checkpoint."""
+        """Describe how many of the steps are checkpoints, and how many are folders without a checkpoint."""
         strays = len(set(steps).intersection(self.strays))
         checkpoints = count(len(steps) - strays, "checkpoint") if len(steps) > strays else ""
         folders = f"{count(strays, 'folder')} without a checkpoint" if strays else ""
         return " and ".join(filter(None, [checkpoints, folders]))
 
     def mirrored_after(self, step: int) -> list[int] | None:
-        """Return later steps that exist only in the mirror; None if the mirror cannot be read."""
+        """Return the later steps that exist only in the mirror; None if the mirror cannot be read."""
         if self.mirror is None:
             return []
         here = {entry.step for entry in self.entries}
@@ -105,7 +105,7 @@ class ChangedRun:
         return [entry.step for entry in there if entry.step > step and entry.step not in here]
 
     def nbytes(self, steps: Collection[int]) -> int:
-        """Return the total size in bytes of the steps; steps with unreadable records are not counted."""
+        """Return the total size of the steps, in bytes; steps with unreadable records are not counted."""
         return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
 
 
@@ -241,7 +241,7 @@ def _delete(
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
             if after is not None:
-                manager.delete_after(after)  # the mirror may have further later steps
+                manager.delete_after(after)  # the mirror may have additional later steps
             if in_mirror:
                 settle_mirror(manager)
     elif anything and not dry_run:

@@ -21,7 +21,7 @@ from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say
 
-_OPTIONS = {  # function arguments in error messages -> the corresponding command options
+_OPTIONS = {  # keyed by function argument in error messages: the corresponding command option
     "overwrite=True": "--overwrite",
     "item=": "--item",
     "step='best'": "--step best",
@@ -78,7 +78,7 @@ def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> in
     dir/ckpt-5, or their directory), Keras .keras and .h5 files, .npz files, and RLlib directories. Code in them is
     never executed.
     """
-    configure_logging("error")  # the command itself prints which leaves are left out
+    configure_logging("error")  # the command itself lists the omitted leaves
     location = checkpoints_at(source)
     if is_ours(location):
         raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")

@@ -1,6 +1,6 @@
-"""A demonstration: a run is preempted half-way, resumes, and ends with the same bits as an uninterrupted run.
+"""A demonstration: a run is preempted halfway, resumes, and ends with the same bits as an uninterrupted run.
 
-``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR; without it, they are removed.
+``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR; if DIR is omitted, the files are removed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
-    """Run the command and echo its output; with ``preempt``, send SIGTERM half-way."""
+    """Run the command and echo its output; with ``preempt``, send SIGTERM halfway."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
-    # Uses sys.executable, because the command on the PATH may belong to another installation.
+    # Use sys.executable, because the command on the PATH may belong to another installation.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         stdout=subprocess.PIPE,

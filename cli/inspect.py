@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _saying_where_else(location: Location) -> Iterator[None]:
-    """Append the locations of nearby checkpoints to the error for a directory that has none."""
+    """Append the locations of nearby checkpoints to the error about a directory without any."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -79,7 +79,7 @@ def show(
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
     numbers = {}
     if statistics:
-        from ..engine.sources import leaf_statistics  # imported lazily: only needed with --stats
+        from ..engine.sources import leaf_statistics  # imported lazily, because only --stats needs it
 
         with progress_of("read", shown=not as_json) as progress:
             numbers = {(leaf.item, leaf.path): leaf for leaf in leaf_statistics(checkpoint, select or None, progress)}
@@ -174,7 +174,7 @@ def diff(
         second = open_checkpoint(checkpoints_at(right), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             differences = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
-    except HoldfastError as error:  # not status 1, which means that they differ
+    except HoldfastError as error:  # not status 1, which means that the checkpoints differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     paths = [str(first.location), str(second.location)]

@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the witness verdict on the newest resume from each step, or ``recorded`` if no resume was compared."""
+    """Add the witness verdict on the newest resume from each step, or ``recorded`` if none has been compared yet."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -91,7 +91,7 @@ def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _other_places(location: Location) -> dict[str, str]:
-    """Return the other locations of the run's steps that are recorded in its directory."""
+    """Return the other locations of the run's steps, as recorded in its directory."""
     try:
         run = stored_identity(location)
     except StorageError:
@@ -123,7 +123,7 @@ def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Format the size of a step and, if steps share files, the size of its unshared files."""
+    """Format the size of a step and, if steps share files, the size of the files that it does not share."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -180,7 +180,7 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Summarize one checkpoint, as a step of its directory if possible; otherwise its step may be -1 (unknown)."""
+    """Summarize one checkpoint as a step of its directory; if it is not one, its step number may be -1 (unknown)."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)
@@ -228,7 +228,7 @@ def _listed(location: Location) -> dict[str, CheckpointSummary]:
 def _changes(
     before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
 ) -> Iterator[tuple[str, CheckpointSummary, str]]:
-    """Yield the differences between two listings: the kind of change, the checkpoint, and the line's text."""
+    """Yield the differences between two listings: the kind of change, the checkpoint, and the text of the line."""
     for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
         yield "deleted", before[path], f"{before[path].step}"
     for path, item in sorted(now.items(), key=lambda pair: pair[1].step):

@@ -35,10 +35,10 @@ _JSON = "--json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with the given arguments, by default those in ``sys.argv``; return the exit status."""
     open_closed_streams()
-    if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe's code may rely on the final GC
-        atexit.register(gc.freeze)  # faster exit: no final collection over all imported modules
+    if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe may rely on the final garbage collection
+        atexit.register(gc.freeze)  # exits faster, because there is no final collection over all imported modules
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)  # the rest is for another program
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # the rest belongs to another program
     with_traceback, as_json = (flag in arguments[:end] for flag in (_TRACEBACK, _JSON))
     arguments = [argument for argument in arguments[:end] if argument != _TRACEBACK] + arguments[end:]
     try:
@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The pipe's reader has closed it, as in `holdfast ls | head`.
+        # The reader has closed the pipe, as in `holdfast ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (Exception, KeyboardInterrupt) as error:
-        # Ctrl-C during the import of an extension module is raised as an ImportError.
+        # Ctrl-C during the import of an extension module raises ImportError.
         problem: BaseException = error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
         if with_traceback and problem is error:
             traceback.print_exception(error)

@@ -27,7 +27,7 @@ from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # not all exist on every platform
+    if hasattr(signal, name)  # some do not exist on every platform
 )
 _TICK = 0.25  # polling interval for the child's events and heartbeats, in seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
@@ -35,10 +35,10 @@ _libc = ctypes.CDLL(None)
 
 
 class Signals:
-    """A context manager that collects signals to forward; a signal interrupts :meth:`sleep`."""
+    """A context manager that collects the signals to forward; each interrupts :meth:`sleep`."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # in order of arrival; callers remove the signals they have handled
+        self.received: list[int] = []  # in order of arrival; callers remove those that they have handled
         self._previous: dict[int, Any] = {}
         self._sockets = socket.socketpair()
 
@@ -70,7 +70,7 @@ class Signals:
 
 
 class Program:
-    """One start of a command, in its own process group; its events and heartbeats go to the new ``folder``."""
+    """One execution of a command, in its own process group; events and heartbeats are written to the new ``folder``."""
 
     # On Linux, this process adopts descendants of the command whose parent dies (it is a subreaper), so nothing
     # outlives `sweep`, not even torchrun workers, which have their own sessions.
@@ -92,12 +92,12 @@ class Program:
         _prctl(_SUBREAPER, 1)
         parent = os.getpid()
 
-        def die_with_parent() -> None:  # Python code after a fork is safe here: one thread
+        def die_with_parent() -> None:  # Python code is safe after this fork, because there is only one thread
             _prctl(_DEATH_SIGNAL, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        with contextlib.suppress(OSError):  # the reader of the pipe may be gone
+        with contextlib.suppress(OSError):  # the reader of the pipe may have ended
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
@@ -128,20 +128,20 @@ class Program:
             while self._signals.received:
                 number = self._signals.received.pop(0)
                 self.forwarded.append(number)
-                self._process.send_signal(number)  # not to the group: the command may forward it itself
+                self._process.send_signal(number)  # not to the group, because the command may forward it itself
             if look() or (until is not None and time.monotonic() >= until):
                 return self._process.poll()
             self._signals.sleep(_TICK if until is None else min(_TICK, until - time.monotonic()))
         return status
 
     def last_sign(self) -> tuple[float, int]:
-        """Return the time of the last sign of progress (monotonic clock), and the newest step, or -1."""
+        """Return the time of the last sign of progress (monotonic clock), and the newest step; -1 if there is none."""
         contents = (path.read_bytes() for path in self._folder.glob("heartbeat.*"))
         beats = [BEAT.unpack(content) for content in contents if len(content) == BEAT.size]
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Have the program dump its thread stacks twice, ``between`` seconds apart; then end it as `end` does."""
+        """Make the program dump its thread stacks twice, ``between`` seconds apart, and then end it as `end` does."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
@@ -156,7 +156,7 @@ class Program:
         return self.end(grace)
 
     def end(self, grace: float) -> int:
-        """Send SIGTERM to the program, and after ``grace`` seconds SIGKILL to all its processes; return its status."""
+        """Send SIGTERM to the program and, after ``grace`` seconds, SIGKILL to all its processes; return its status."""
         self._process.send_signal(signal.SIGTERM)
         if self.wait(lambda: False, grace) is None:
             for pid in _descendants(self.pid):
@@ -165,7 +165,7 @@ class Program:
         return self._process.wait()
 
     def sweep(self, grace: float) -> list[int]:
-        """End processes that the program left running, which would hold devices and directories; return their PIDs."""
+        """End processes that the program left running, because they hold devices and directories; return their PIDs."""
         left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:
@@ -194,7 +194,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield (PID, parent PID) for all processes of this system; nothing without ``/proc``."""
+    """Yield (PID, parent PID) for all processes on this system; yield nothing if there is no ``/proc``."""
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _QUIET = 1.0  # delay before the bar appears, in seconds
 _BETWEEN_LINES = 30.0  # interval between lines, in seconds
-_WITH_BAR = 72  # minimum terminal width for the bar, in columns; narrower ones show only the numbers
+_WITH_BAR = 72  # minimum terminal width for the bar, in columns; narrower terminals show only the numbers
 _BETWEEN_FRAMES = 0.1  # refresh interval, in seconds
 
 
 class Meter:
-    """A :class:`~holdfast.reports.Progress` that shows the bytes done, for calls longer than a second."""
+    """A :class:`~holdfast.reports.Progress` that shows the bytes done, for calls that take longer than a second."""
 
     def __init__(self, call: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
@@ -35,7 +35,7 @@ class Meter:
         self._lock = threading.Lock()
         self._expected = self._done = 0
         self._began = self._printed_at = clock()
-        self._printed = 0  # bytes done at the last printed line
+        self._printed = 0  # bytes done when the last line was printed
         self._bar: Bar | None = None
 
     def expect(self, nbytes: int) -> None:
@@ -47,7 +47,7 @@ class Meter:
             self._done += nbytes
 
     def tick(self) -> None:
-        """Update the display if due."""
+        """Update the display if an update is due."""
         now = self._clock()
         if self._is_terminal and now - self._began >= _QUIET:
             self._draw()
@@ -95,7 +95,7 @@ class Meter:
 
 @contextlib.contextmanager
 def progress_of(call: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Yield a meter, and show the progress that a call reports to it; ``call`` is its name, such as ``copy``."""
+    """Yield a meter, and show the progress that a call reports to it; ``call`` is the name shown, such as ``copy``."""
     meter = Meter(call)
     if not shown:
         yield meter

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a bundled configuration; file names are completed by the shell itself."""
+    """Complete the name of a bundled configuration; the shell itself completes file names."""
     from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
@@ -53,7 +53,7 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
         print_json({"runs": [configuration.resolved() for configuration in runs.values()]})
     elif print_config:
         texts = [configuration.yaml() for configuration in runs.values()]
-        print("---\n".join(texts), end="")  # print, not say: YAML escapes unprintable characters itself
+        print("---\n".join(texts), end="")  # print, not say, because YAML escapes unprintable characters itself
     elif dry_run:
         plans = [*map(_plan, runs.values())]
         if as_json:
@@ -93,7 +93,7 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
     from ..recipes.runner import places_of
 
     runs: dict[str, Configuration] = {}
-    problems: dict[Problem, None] = {}  # deduplicated problems of all runs
+    problems: dict[Problem, None] = {}  # problems in all runs, without duplicates
     for name, given in expand_sweep(overrides):
         try:
             configuration = load_configuration(config, given)
@@ -196,7 +196,7 @@ def _explain(schema: Any, name: str, as_json: bool) -> int:
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the keys of a configuration section with their values (None if unset) and meanings."""
+    """Yield the keys in a configuration section, with their values (None if unset) and meanings."""
     from ..recipes.schema import fields_of, is_section
 
     for name, (_, meaning) in fields_of(type(section)).items():

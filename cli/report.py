@@ -12,13 +12,13 @@ from typing import Any
 from ..engine.clock import format_size
 from .streams import one_line, say, visible
 
-_WRAPPED = 1000  # maximum rows for fitting a table to the terminal: rich takes half a millisecond per row
+_WRAPPED = 1000  # maximum rows of a table fitted to the terminal, because rich takes half a millisecond per row
 _FOLDED = 20  # minimum width of a wrapped cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table, fitted to the terminal width; not on a terminal, or with many rows, at full width."""
+    """Print a table, fitted to the terminal width; at full width if there are many rows, or without a terminal."""
     rows = [[visible(cell) for cell in row] for row in rows]
     lines: list[Sequence[str]] = [columns]
     for row in rows:
@@ -30,7 +30,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         import shutil  # imported lazily, because it imports compression modules
 
         if _table_width(widths) > shutil.get_terminal_size().columns:
-            _print_fitted(columns, rows, widths, right)  # imports rich, which takes as long as listing a run
+            _print_fitted(columns, rows, widths, right)  # imports rich, which takes as long as it takes to list a run
             return
     for line in lines:
         aligned: list[str] = []
@@ -50,7 +50,7 @@ def _table_width(widths: Sequence[int]) -> int:
 def _print_fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
 ) -> None:
-    """Print a table at terminal width: with wrapped cells or, if there are too many columns, stacked rows."""
+    """Print a table at terminal width: with wrapped cells or, if there are too many columns, with stacked rows."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -64,7 +64,7 @@ def _print_fitted(
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # Text, because rich interprets square brackets in plain strings as markup
+        table.add_row(*map(Text, row))  # Text, because rich would interpret square brackets in plain strings as markup
     with console.capture() as capture:
         console.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are escaped already.
@@ -94,7 +94,7 @@ def _width(text: str) -> int:
 
 
 def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
-    """Print paths as a tree: containers with their total size, leaves with their size and a text."""
+    """Print paths as a tree: containers with their total sizes, leaves with their sizes and descriptions."""
     sizes: dict[tuple[str, ...], int] = {}
     paths = [tuple(one_line(path).rstrip("/").split("/")) for path, _, _ in leaves]
     for keys, (_, nbytes, _) in zip(paths, leaves, strict=True):
@@ -142,7 +142,7 @@ def duration(seconds: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
-    """Format metrics in one line; nested ones have ``/`` in their names."""
+    """Format metrics in one line; names of nested metrics contain ``/``."""
     return ", ".join(f"{name} {_number(value)}".lstrip() for name, value in _flat(metrics or {}))
 
 
@@ -166,7 +166,7 @@ def proof_text(event: Mapping[str, Any]) -> str:
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:
-    """Format a number with its noun in singular or plural, such as ``3 leaves``."""
+    """Format a number with its noun in the singular or plural, such as ``3 leaves``."""
     return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 

@@ -30,7 +30,7 @@ def visible(text: object) -> str:
 
 
 def one_line(name: object) -> str:
-    """Escape an external name, such as that of a leaf or metric, for use within one line."""
+    """Escape a name that comes from outside, such as that of a leaf or metric, for use within one line."""
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -63,21 +63,21 @@ def configure_logging(level: str) -> None:
 
 
 def open_closed_streams() -> None:
-    """Replace closed standard streams with ``/dev/null``, or the next file opened would receive their output."""
+    """Replace closed standard streams with ``/dev/null``; otherwise the next file opened would receive their output."""
     for number, name in STREAMS.items():
         try:
             os.fstat(number)
         except OSError:
             redirect(number)
-        if getattr(sys, name) is None:  # its descriptor was closed when Python started
+        if getattr(sys, name) is None:  # its descriptor was already closed when Python started
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # raised for a pipe opened for appending
+            with contextlib.suppress(OSError):  # raised for a pipe that was opened for appending
                 stream.reconfigure(errors="backslashreplace")  # ASCII terminals show escapes
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, but give up if the reader is gone or blocked."""
+    """Write to standard error, but give up if the reader has ended or is blocked."""
     data = visible(text).encode(errors="backslashreplace")
     poll = select.poll()
     poll.register(2, select.POLLOUT)

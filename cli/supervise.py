@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
-EARLY = 60.0  # seconds; it also gives up after STALLED consecutive starts that end sooner, before a run begins
+EARLY = 60.0  # seconds; it also gives up after STALLED consecutive attempts that end sooner, before a run begins
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -51,11 +51,11 @@ _ENDS = ("preempted", "finished", "failed")
 
 @dataclass(slots=True)
 class RunRecord:
-    """The last state that each run reported during one start of the program, and the newest steps."""
+    """The last state that each run reported during one attempt, and the newest steps."""
 
-    states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
-    newest: dict[str, int] = field(default_factory=dict)  # per directory: its newest step when acquired; -1 for none
-    runs: dict[str, str] = field(default_factory=dict)  # directory -> last run token, if process 0 runs here
+    states: dict[tuple[str, int], str] = field(default_factory=dict)  # keyed by directory and process
+    newest: dict[str, int] = field(default_factory=dict)  # keyed by directory: newest step when acquired; -1 for none
+    runs: dict[str, str] = field(default_factory=dict)  # keyed by directory: last run token, if process 0 runs here
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify how a start ended; ``hung``: the supervisor ended it; ``asked``: the supervisor forwarded a signal."""
+    """Classify how an attempt ended: ``hung`` if the supervisor ended it, ``asked`` if it forwarded a signal."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -99,23 +99,23 @@ def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> K
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How one start of the program ended."""
+    """How one attempt to run the program ended."""
 
     kind: Kind
     returncode: int
-    progress: bool | None  # whether it committed a step newer than all before; None if unknown
+    progress: bool | None  # whether it committed a step newer than all earlier ones; None if unknown
     asked: bool = False  # whether the supervisor itself received a signal to end
     early: bool = False  # whether it ended within ``EARLY`` seconds without starting a run
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    max_restarts: int = 10  # limit for restarts after crashes and hangs; preemptions do not count
+    max_restarts: int = 10  # maximum number of restarts after crashes and hangs; preemptions do not count
     pause: float = 1.0  # seconds before the first restart; doubles with each crash without progress
     longest_pause: float = 300.0
 
     def decide(self, starts: Sequence[Start]) -> Verdict:
-        """Decide what to do after the most recent of the starts."""
+        """Decide what to do after the most recent attempt."""
         last = starts[-1]
         status = shell_status(last.returncode)
         if last.kind == "finished":
@@ -179,7 +179,7 @@ class _Log:
         now = time.time()
         line = json.dumps({"event": event, "time": round(now, 3), **facts})
         words = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
-        write_error(f"{words}\n")  # a single write, so that it is not interleaved with the program's output
+        write_error(f"{words}\n")  # a single write, so that the line is not interleaved with the program's output
         if self._path is None:
             return
         try:
@@ -192,7 +192,7 @@ class _Log:
 
     def _append(self, path: Path, line: bytes) -> None:
         descriptor, self._pipe = self._pipe, None
-        if descriptor is None:  # with O_NONBLOCK, opening a FIFO that has no reader fails instead of blocking
+        if descriptor is None:  # with O_NONBLOCK, opening a FIFO without a reader fails instead of blocking
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
         try:
@@ -305,7 +305,7 @@ def _start(
 ) -> Start:
     if lost := silence_lost_streams():  # otherwise the program would fail at its first line of output
         log("output_lost", streams=lost)
-    # torchrun's shutdown timeout for its workers is 30 seconds by default; use the grace period instead.
+    # By default, torchrun gives its workers 30 seconds to shut down; use the grace period instead.
     program = Program(command, folder, signals, {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))})
     log("started", command=list(command), pid=program.pid, start=number)
     record, forwarded = RunRecord(), 0
@@ -350,7 +350,7 @@ def _start(
 
 
 def _report_end(record: RunRecord, **facts: Any) -> None:
-    """Append an ``ended`` event to the event logs of the program's runs, as a killed program cannot write it."""
+    """Append an ``ended`` event to the event logs of the program's runs, because a killed program cannot do so."""
     for directory, run in record.runs.items():
         location = as_location(directory)
         if location.is_local:
@@ -359,7 +359,7 @@ def _report_end(record: RunRecord, **facts: Any) -> None:
 
 
 def _overdue(program: Program, watch: Watch) -> str | None:
-    """Return the reason for considering the program hung, or None."""
+    """Return the reason to consider the program hung; None if there is none."""
     when, step = program.last_sign()
     silent = time.monotonic() - when
     if step < 0:
@@ -369,7 +369,7 @@ def _overdue(program: Program, watch: Watch) -> str | None:
 
 
 def _progress(newest: dict[str, int]) -> bool | None:
-    """Update the newest step of each directory; return whether any has a newer step, or None if unknown."""
+    """Update the newest step of each directory; return whether any directory has a newer step, or None if unknown."""
     grown, is_known = False, bool(newest)
     for directory, before in list(newest.items()):
         try:

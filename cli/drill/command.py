@@ -1,7 +1,7 @@
 """``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with an undisturbed run.
 
-There is one reference run, and then one run that is interrupted repeatedly. Only if the two differ is there a second
-reference run, to show whether the program is deterministic. Every start of the program follows a :class:`DrillPlan`:
+One reference run is followed by one run that is interrupted repeatedly. Only if the two differ is there a second
+reference run, to show whether the program is deterministic. Every attempt follows a :class:`DrillPlan`:
 ``rehearsal.py`` triggers saves, stops and interruptions from inside the process.
 """
 
@@ -39,7 +39,7 @@ from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, pr
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_DENSE = 2 << 30  # bytes; every step is saved if all checkpoints together fit in this
+_DENSE = 2 << 30  # bytes; every step is saved if all checkpoints together fit in this limit
 _TAIL = 15  # lines of program output included in an error
 _FRESH = "from the beginning"
 
@@ -154,7 +154,7 @@ class _Drill:
         self._signals = signals
         self._began = time.monotonic()
         self._starts: list[Start] = []
-        self._origin: int | None = None  # reference step that the interrupted run starts from; None for a fresh start
+        self._origin: int | None = None  # reference step from which the interrupted run starts; None for a fresh start
         self._compared: set[tuple[str, int, str]] = set()
         self._report = Report(command=list(command), seed=options.seed)
         if options.keep is not None:
@@ -187,7 +187,7 @@ class _Drill:
         interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
         if report.differences and all(start["began"] == _FRESH for start in report.starts):
-            # The initial state may differ from start to start, so retry from a checkpoint of the reference run.
+            # The initial state may differ between attempts, so retry from a checkpoint of the reference run.
             self._begin_with_first(reference)
             later = steps[bisect.bisect(steps, self._origin or 0) :]
             if len(later) >= 2:
@@ -202,7 +202,7 @@ class _Drill:
     # ---- runs
 
     def _undisturbed(self, plan: DrillPlan) -> Start:
-        """Run the program without interruptions, and then move its run directories out of the way."""
+        """Run the program without interruptions, and then move its run directories aside."""
         name, began = plan.name, time.monotonic()
         start = self._start(plan, name, None)
         trace = start.trace
@@ -226,7 +226,7 @@ class _Drill:
         return start
 
     def _begin_with_first(self, reference: Start) -> None:
-        """Reset, so that the interrupted run starts from the first checkpoint of the reference run."""
+        """Discard the interrupted run, so that it starts again from the first checkpoint of the reference run."""
         report = self._report
         fresh, first = self._starts[0].trace, reference.trace.steps[0]
         names = unseeded(reference.trace.facts.get(first, {}), fresh.facts.get(first, {}))
@@ -248,7 +248,7 @@ class _Drill:
         report.compared.clear()
 
     def _populate(self) -> None:
-        """Copy the first checkpoints of the reference run into the run directories, if a run starts from them."""
+        """If the run starts from the first checkpoints of the reference run, copy these into the run directories."""
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
@@ -268,7 +268,7 @@ class _Drill:
                 shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
-        """Run the program with the interruptions in turn, until its checkpoints differ from the reference run."""
+        """Run the program with one interruption after another, until its checkpoints differ from the reference run."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
@@ -296,7 +296,7 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Report how a start of the interrupted run ended, as far as can be judged without comparing checkpoints."""
+        """Report how an attempt in the interrupted run ended, as far as can be judged without comparing checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # The signal may have been sent at a later step.
             interruption = replace(interruption, step=trace.interrupted)
@@ -418,12 +418,12 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Map the run's directory URLs, as the program names them, to their stand-in folders."""
-        runs = self._folder / RUNS  # the parent folder at the time of the claims; it was renamed later
+        """Return the stand-in folders of the run's directories, keyed by the URLs that the program uses."""
+        runs = self._folder / RUNS  # the parent folder when the claims were written; it has since been renamed
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
-        """Return the committed steps in a stand-in folder, mapped to their step folders."""
+        """Return the step folders in a stand-in folder, keyed by step; only committed steps are included."""
         location = as_location(self._folder / name / target)
         if not location.is_directory():
             return {}
@@ -433,7 +433,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Compare checkpoints not yet compared; return the differences at the first step with any, or at all steps."""
+        """Compare the remaining checkpoints; return the differences at the first step that has any, or at all steps."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [
@@ -462,7 +462,7 @@ class _Drill:
         return differences
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
-        """Return a difference for each directory whose last reference step the interrupted run lacks."""
+        """Return one difference for each directory in which the interrupted run lacks the last reference step."""
         steps = self._steps_of(name)
         missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
         last = [(url, max(expected)) for url, expected in self._steps_of(with_name).items() if expected]
@@ -472,7 +472,7 @@ class _Drill:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
 
     def _tail(self, log: str, lines: int = _TAIL) -> str:
-        """Return the last output lines of the program, to append to a message."""
+        """Return the last lines of the program's output, to append to a message."""
         path = self._folder / f"{log}.log"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         shown = text.rpartition("--- ")[2].splitlines()[1:][-lines:]

@@ -18,7 +18,7 @@ from ..streams import say
 
 _SHOWN = 12  # maximum number of leaves in the report
 _WIDTH = 100  # report width, in columns
-_KINDS = {  # kind of state -> words; the first part of a leaf path that matches a word determines its kind
+_KINDS = {  # keyed by kind of state: words; the first part of a leaf path that matches a word determines its kind
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -50,25 +50,25 @@ def kind_of_state(leaf: str) -> str:
 
 @dataclass(slots=True)
 class Trace:
-    """What one process reported during one start of the program."""
+    """What one process reported during one attempt to run the program."""
 
     steps: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
     restored: int | None = None
-    interrupted: int | None = None  # step of the interruption
+    interrupted: int | None = None  # step at which it was interrupted
     stopped: bool = False
     ignored: bool = False
-    too_late: bool = False  # whether it ended before its processes agreed on a step to stop at
+    too_late: bool = False  # whether it ended before its processes had agreed on a step to stop at
     libraries: list[str] = field(default_factory=list)
-    facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # step -> object name -> fact
+    facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # keyed by step, then by object name
 
     @staticmethod
     def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace of process 0 from the events of all; if several claim index 0, the one with most steps."""
+        """Return the trace of process 0; if several processes claim index 0, return the one with the most steps."""
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # index may come late
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # the index may come late
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -103,8 +103,8 @@ class StepDifference:
 
 # ---- causes
 
-_Entry = tuple[str, Fact, Fact]  # a name, and its facts in two runs
-_CAUSES = ("generator", "position", "optimizer", "value")  # explanatory kinds of facts, strongest first
+_Entry = tuple[str, Fact, Fact]  # an object name, and its facts in two runs
+_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain differences, strongest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Finding:
     cause: str
     text: str
     advice: str = ""
-    names: tuple[str, ...] = ()  # names of the program's objects involved
+    names: tuple[str, ...] = ()  # names of the objects in the program that are involved
 
     @staticmethod
     def not_resumed(newest: int) -> Finding:
@@ -143,7 +143,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference; ``run`` is the trace of the start in which it first appeared."""
+    """Finds the likely causes of a difference; ``run`` is the trace of the attempt in which it first appeared."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -151,7 +151,7 @@ class Causes:
         self._pair = pair
 
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
-        """Return the causes, likeliest first; ``nondeterministic`` are the differences between two undisturbed runs."""
+        """Return the causes, likeliest first; ``nondeterministic`` has the differences between two undisturbed runs."""
         unstable = {(step.directory, leaf.name) for step in nondeterministic for leaf in step.leaves}
         first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
@@ -218,7 +218,7 @@ class Causes:
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
-        """Return findings about facts that differ from the undisturbed run, at the first step that has any."""
+        """Return findings about facts that differ from the undisturbed run, at the first step with such facts."""
         reference, run = self._reference.facts, self._run.facts
         undisturbed, again = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
@@ -265,7 +265,7 @@ def _differing(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> Iterato
 
 
 def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
-    """Return whether an object changes between steps, a sign that the program uses it."""
+    """Return whether an object changes between steps, which indicates that the program uses it."""
     return len({of_step[name].digest for of_step in facts.values() if name in of_step}) > 1
 
 
@@ -279,7 +279,7 @@ _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "
 
 
 def _likeliest(values: list[_Entry]) -> list[_Entry]:
-    """Move values that are only reported to the end; drop times unless there is nothing else."""
+    """Put values that are only reported last; drop times unless there is nothing else."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
@@ -371,7 +371,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unseeded: list[str] = field(default_factory=list)  # generators whose initial state differs from start to start
+    unseeded: list[str] = field(default_factory=list)  # generators whose initial state differs between attempts
     kept: str | None = None
     seconds: float = 0.0
     stops: bool = False
@@ -428,7 +428,7 @@ def print_report(report: Report) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the first line of a text, and keep the program output in the following lines as it is."""
+    """Wrap the first line of a text, and keep the other lines, which are program output, unchanged."""
     first, *others = text.split("\n")
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join([*lines, *others])

@@ -27,7 +27,7 @@ class DrillOptions:
     preemption: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
     keep: Path | None = None  # directory to keep the runs in; None for a temporary one
     ignore: tuple[str, ...] = ()  # patterns of leaves to exclude from the comparison
-    hang: float = 1800.0  # hang timeout: seconds without a sign of progress, after the first step
+    hang: float = 1800.0  # hang timeout: seconds without a sign of progress after the first step
     first_step: float = 3600.0  # start timeout: seconds until the first step, which includes compilation
     grace: float = 60.0  # seconds between the signal and SIGKILL
 
@@ -62,7 +62,7 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Choose interruptions for a run with these steps (at least two); also return notes on what is omitted."""
+    """Choose interruptions for a run with these steps (at least two); also return notes about those omitted."""
     # After SIGKILL, the run resumes from an earlier step, and can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []

@@ -1,4 +1,4 @@
-"""The plan that ``holdfast drill`` gives to each start of the program."""
+"""The plan that ``holdfast drill`` gives to the program at each attempt."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from ...engine.observer import Point
 
-PLAN = "plan.json"  # file in the rehearsal folder: the plan for the current start
-TRACES = "traces"  # folder with one file per start: the events reported by its processes
+PLAN = "plan.json"  # file in the rehearsal folder: the plan for the current attempt
+TRACES = "traces"  # folder with one file per attempt: the events reported by its processes
 RUNS = "runs"  # folder with the stand-ins for the current run's directories
 CLAIMS = "claims.jsonl"  # file in RUNS: the redirected directories, as lines of {"url": ..., "target": ...}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """What one start of the program does; step positions count from 1."""
+    """What the program does in one attempt; step positions count from 1."""
 
-    name: str  # name of this start and its trace file
+    name: str  # name of this attempt and its trace file
     count: int | None = None  # end after this many distinct steps; None for no limit
     last: int | None = None  # end after this step; None for no limit
-    save: tuple[int, ...] = ()  # steps to save besides those the program itself saves
+    save: tuple[int, ...] = ()  # steps to save in addition to those that the program itself saves
     save_places: tuple[int, ...] = ()  # positions of further steps to save
-    dense_bytes: int = 0  # save every step if ``count`` checkpoints fit in this many bytes
+    dense_bytes: int = 0  # save every step if ``count`` checkpoints do not exceed this size
     point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None for no interruption
     step: int = 0  # interrupt at the first such point from this step on
     signal: int = signal.SIGKILL
@@ -35,7 +35,7 @@ class DrillPlan:
         (folder / PLAN).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def trace(self, folder: Path) -> Path:
-        """Return the path of the trace file, with the events reported by this start's processes."""
+        """Return the path of the trace file, which has the events reported by the processes of this attempt."""
         return folder / TRACES / f"{self.name}.jsonl"
 
     @staticmethod

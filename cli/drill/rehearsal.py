@@ -34,7 +34,7 @@ _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
 class Rehearsal(Observer):
-    """Carries out the plan for one start of the program, in each of its processes."""
+    """Carries out the plan for one attempt, in each of the program's processes."""
 
     def __init__(self, folder: Path, heartbeat: Observer) -> None:
         self._heartbeat = heartbeat
@@ -43,7 +43,7 @@ class Rehearsal(Observer):
         self._trace = self._plan.trace(folder)
         self._process = 0
         self._alone = True
-        self._steps: dict[int, int] = {}  # step -> position in this start, from 1
+        self._steps: dict[int, int] = {}  # keyed by step: its position in this attempt, from 1
         self._validated: int | None = None
         self._signalled: int | None = None  # position of the step at which the signal was sent (by process 0)
         self._largest = 0  # size of the largest checkpoint, in bytes
@@ -60,7 +60,7 @@ class Rehearsal(Observer):
         self._redirects.check(url)
 
     def options(self, options: T) -> T:
-        """Return the options changed to keep all checkpoints, with neither a mirror nor local saves."""
+        """Return the options, changed so that all checkpoints are kept, without a mirror and without local saves."""
         assert isinstance(options, CheckpointManagerOptions)
         return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None, keep=())
 
@@ -74,7 +74,7 @@ class Rehearsal(Observer):
         return "rehearsal" if planned or dense else None
 
     def steps_after_signal(self, most: int) -> int:
-        return 0  # not needed: the undisturbed run has the results of the later steps
+        return 0  # not needed, because the undisturbed run has the results of the later steps
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
@@ -119,12 +119,12 @@ class Rehearsal(Observer):
             self._wait_for_saves()
         self._signalled = len(self._steps)
         if self._plan.signal != signal.SIGKILL and self._process != 0:
-            return  # Only process 0 gets the signal; the processes then agree on the step to stop at.
+            return  # Only process 0 receives the signal; all processes then agree on a step to stop at.
         self._note("interrupted", at=point, step=step)
         os.kill(os.getpid(), self._plan.signal)
 
     def _stop(self) -> None:
-        """End the process after the last rehearsal step, once pending saves are done."""
+        """End the process after the last step of the rehearsal, when all pending saves have ended."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
             # With several processes, the agreed step may lie beyond the end of the drill.
@@ -133,7 +133,7 @@ class Rehearsal(Observer):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Status 0 under a launcher: if one process fails, it ends the others, perhaps before they have saved.
+        # Under a launcher, exit with 0: after a failure, it ends the other processes, perhaps before they have saved.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL, or the URL itself if there is none; ``writes`` creates one."""
+        """Return the stand-in for a path or URL; if there is none, create it for ``writes``, else return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError for a location outside the rehearsal, because writing would change the real directory."""
+        """Raise StateError for a location outside the rehearsal, because a write would change the real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "

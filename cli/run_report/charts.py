@@ -1,8 +1,8 @@
 """The graphics of a report: collapsible trees, and SVG charts.
 
-Charts are plain SVG without scripts, so that they can be printed, follow the page's colours, and are in the DOM.
+Charts are plain SVG without scripts, so that they can be printed, follow the page's colours, and are part of the DOM.
 
-Drawings stretch with the page, but text is HTML next to them, so its size is the same at 400 and at 1600 pixels. Line
+Drawings stretch with the page, but text is HTML next to them, so its size is the same at any page width. Line
 widths do not scale (``vector-effect``), and dots are zero-length lines with round caps.
 """
 
@@ -25,7 +25,7 @@ from .markup import Markup, join, tag
 WIDTH, HEIGHT = 1000.0, 100.0  # drawing size, in SVG user units
 _POINTS = 600  # maximum number of points per line
 _BUCKETS = 120  # number of bars in the "waited for saves" lane
-_GAP = 0.04  # maximum width of a pause between starts, as a fraction of the total running time
+_GAP = 0.04  # maximum width of a pause between attempts, as a fraction of the total running time
 _BARS = 150  # maximum number of bars in a size chart
 _MARKS = 200  # maximum number of event marks, and of pauses, on a timeline
 
@@ -34,7 +34,7 @@ _MARKS = 200  # maximum number of event marks, and of pauses, on a timeline
 
 
 class TimeScale:
-    """Maps times to axis positions from 0 to 1; long pauses between starts are shortened."""
+    """Maps times to axis positions from 0 to 1; long pauses between attempts are shortened."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         merged: list[list[float]] = []
@@ -96,7 +96,7 @@ _SYMBOLS = {
 
 
 def timeline(history: History) -> tuple[Markup, bool]:
-    """Draw the timeline of a run as HTML; also return whether pauses between starts are shortened."""
+    """Draw the timeline of a run as HTML; also return whether pauses between attempts are shortened."""
     attempts = history.attempts
     scale = TimeScale((attempt.began, attempt.ended) for attempt in attempts)
     is_one_day = clock_text(attempts[0].began)[:10] == clock_text(attempts[-1].ended)[:10]
@@ -142,7 +142,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw the duration of each save, and a line where it became durable; only the first at each position."""
+    """Draw a bar for each save, and a line where it became durable; of saves at the same position, only the first."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -157,7 +157,7 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
 
 
 def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw a histogram of the fraction of time that the training loop waited for saves."""
+    """Draw a histogram of the fraction of time during which the training loop waited for saves."""
     waited = [0.0] * _BUCKETS
     for save in saves:
         began = scale.place(save.time - save.total)  # the loop waits at the start of a save
@@ -205,7 +205,7 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw a line of values over steps, with dots for kept checkpoints; the page's script shows ``data-readings``."""
+    """Draw a line of values by step, with dots for kept checkpoints; the page's script displays ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
@@ -281,7 +281,7 @@ def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
 
 
 def sparkline(values: Sequence[float | None]) -> Markup:
-    """Draw a small inline chart of a few numbers."""
+    """Draw a small inline chart of a few values."""
     finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     if len(finite) < 2:
         return Markup()
@@ -292,7 +292,7 @@ def sparkline(values: Sequence[float | None]) -> Markup:
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """Format a number in a chart."""
+    """Format a number for a chart."""
     if unit == "s":
         return duration(value) if value >= 0 else f"-{duration(-value)}"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e7 else f"{value:.4g}"
@@ -308,7 +308,7 @@ def percent(share: float) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Downsample a line without changing its look: keep the minimum and the maximum of each group."""
+    """Downsample a line without changing its appearance: keep the minimum and the maximum of each group of points."""
     if len(points) <= _POINTS:
         return list(points)
     group = math.ceil(len(points) / (_POINTS / 2))
@@ -326,7 +326,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _levels(low: float, high: float) -> list[float]:
-    """Return two to five round numbers within a range, for grid lines."""
+    """Return two to five round numbers in a range, for grid lines."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return []
@@ -352,13 +352,13 @@ class Node:
     name: str
     children: dict[str, Node] = field(default_factory=dict)
     leaf: LeafSummary | None = None
-    leaves: int = 0  # number of leaves below
+    leaves: int = 0  # number of leaves below this node
     bytes: int = 0
     shown: list[Node] = field(default_factory=list)  # the children to draw
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return the HTML of a tree, with upper levels preferred if it is too large, and the number of omitted leaves."""
+    """Return the HTML of a tree, and the number of omitted leaves; in a large tree, upper levels take precedence."""
     root = _tree(leaves)
     drawn = _choose(root)
     is_open = len(root.shown) == 1 or drawn <= _OPEN

@@ -34,7 +34,7 @@ class Reading:
 
     progress: Progress = NULL  # progress in bytes read
     statistics: bool = True
-    norm_steps: int | None = None  # number of steps to compare norms of, including the newest; None for automatic
+    norm_steps: int | None = None  # number of steps whose norms are compared, including the newest; None for automatic
     earlier_bytes: float = 8 << 30  # byte limit for reading norms of earlier steps, if `norm_steps` is None
 
 
@@ -45,11 +45,11 @@ class Statistics:
     step: int | None
     leaves: list[LeafStatistics] = field(default_factory=list)  # in tree order
     number: int = 0  # number of leaves with statistics
-    damaged: int = 0  # number of leaves with NaN or Inf
-    examples: list[str] = field(default_factory=list)  # names of a few leaves with NaN or Inf
-    steps: list[int] = field(default_factory=list)  # steps with norms, ascending
-    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # leaf -> norms at these steps
-    groups: dict[str, list[float]] = field(default_factory=dict)  # top-level container -> norms at these steps
+    damaged: int = 0  # number of leaves that contain NaN or Inf
+    examples: list[str] = field(default_factory=list)  # names of a few leaves that contain NaN or Inf
+    steps: list[int] = field(default_factory=list)  # steps whose norms are known, ascending
+    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # norms at `steps`, keyed by leaf
+    groups: dict[str, list[float]] = field(default_factory=dict)  # norms at `steps`, keyed by top-level container
     notes: list[str] = field(default_factory=list)  # notes about omitted statistics
 
 
@@ -61,7 +61,7 @@ class RunFacts:
     path: str
     checkpoints: list[CheckpointSummary]
     history: History
-    experience: Experience = field(default_factory=Experience)  # saves and failures from the events
+    experience: Experience = field(default_factory=Experience)  # saves and failures in the events
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None
@@ -74,24 +74,24 @@ class RunFacts:
 
     @property
     def disk_bytes(self) -> int:
-        """Total size of all steps in bytes, with shared files counted once."""
+        """Total size of all steps, in bytes; shared files are counted once."""
         return sum(step.added_bytes for step in self.checkpoints)
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
-    """Return the directories to report on, and the number omitted; a folder of runs is expanded to its runs."""
+    """Return the directories to report on, and the number of omitted ones; a folder of runs is replaced by its runs."""
     directories: list[Location] = []
     for path in paths:
         location = checkpoints_at(path)
         below = [] if is_one_checkpoint(location) else runs_below(location)
-        if below and list_checkpoints(location):  # the directory itself has another library's checkpoints
+        if below and list_checkpoints(location):  # the directory itself has checkpoints of another library
             below = []
         directories += [checkpoints_at((location / name).url) for name in below] or [location]
     return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])
 
 
 def read_run(location: Location, reading: Reading) -> RunFacts:
-    """Read all facts about a run that a report shows."""
+    """Read all facts about a run that the report shows."""
     is_one = is_one_checkpoint(location)
     checkpoints = [describe_one(location)] if is_one else list_checkpoints(location)
     events = [] if is_one else read_run_events(location)
@@ -162,7 +162,7 @@ def _read_statistics(
 
 
 def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
-    """Map each floating-point or complex leaf to its top-level container; others, such as counters, are excluded."""
+    """Return the top-level containers of floating-point and complex leaves, keyed by leaf; others are excluded."""
     several = len({leaf.item for leaf in leaves}) > 1
     return {
         (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
@@ -174,7 +174,7 @@ def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
 def _leaves(
     checkpoint: CheckpointSummary, grouped: Mapping[tuple[str, str], str], totals: dict[str, float], progress: Progress
 ) -> Iterator[LeafStatistics]:
-    """Yield the statistics of a step's leaves, and accumulate the norms of their containers in ``totals``."""
+    """Yield statistics for the leaves of a step, and accumulate the norms of their containers in ``totals``."""
     for leaf in leaf_statistics(open_at(as_location(checkpoint.path)), progress=progress):
         if (group := grouped.get((leaf.item, leaf.path))) is not None:
             norm = math.nan if leaf.nan or leaf.inf else leaf.norm or 0.0
@@ -200,7 +200,7 @@ def _read_norms(
     grouped: Mapping[tuple[str, str], str],
     totals: dict[str, float],
 ) -> None:
-    """Read norms at some earlier, evenly spaced steps of the same series."""
+    """Read norms at some earlier steps of the same series, evenly spaced."""
     keys = [(leaf.item, leaf.path) for leaf in statistics.leaves]
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in statistics.leaves}, totals)}
     series = newest.path.rstrip("0123456789")
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the run's save interval, half and double it, and the one with the least loss; [] without an interval."""
+    """Return the run's save interval, half and double it, and the one with the least loss; [] if it has none."""
     used = experience.interval
     if used is None:
         return []
@@ -257,7 +257,7 @@ def choices(experience: Experience) -> list[Choice]:
 
 
 def advice(experience: Experience) -> str | None:
-    """Recommend the interval with the least loss, if the gain is worth it and the interval is not learned."""
+    """Recommend the interval with the least expected loss, if it gains enough and the run does not learn its own."""
     by_name = {choice.name: choice for choice in choices(experience)}
     if experience.bounds is not None or not {"used", "loses least"} <= by_name.keys():
         return None
@@ -271,7 +271,7 @@ def advice(experience: Experience) -> str | None:
 
 
 def basis(experience: Experience) -> str:
-    """Describe the measurements that the expected losses are based on."""
+    """Describe the measurements from which the expected losses are computed."""
     failures = count(experience.failures, "failure") if experience.failures else "no failure"
     bounds = " and ".join(map(duration, experience.bounds or ()))
     learns = f" The run learns its interval, between {bounds}." if bounds else ""

@@ -1,4 +1,4 @@
-"""The history of a run, from its event log: its starts, how each of them ended, what it saved, and what was lost."""
+"""The history of a run, from its event log: its attempts, how each of them ended, what it saved, and what was lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "l
 ``failed`` with an exception, ``crashed`` with a signal or a status, ``lost`` without a final event;
 ``open`` if it may still be running on another machine."""
 
-_CHARTED = 16  # maximum number of elements charted for a list-valued metric
+_CHARTED = 16  # maximum number of elements to chart for a list-valued metric
 
 WORDS: Mapping[How, str] = {how: how for how in get_args(How)} | {
     "lost": "ended without a record",
@@ -36,26 +36,26 @@ class Save:
     time: float  # when it became durable
     step: int
     bytes: int  # number of bytes written
-    blocked: float  # seconds that the training loop waited
-    total: float  # seconds until it was durable
+    blocked: float  # time that the training loop waited, in seconds
+    total: float  # time until it was durable, in seconds
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One start of the program, from the moment it acquired the directory."""
+    """One attempt to run the program, from the moment at which it acquired the directory."""
 
     began: float
-    newest: int | None = None  # newest step in the directory at the start
+    newest: int | None = None  # newest step in the directory when the attempt began
     host: str = ""
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
-    proof: str | None = None  # result of comparing its first steps with those before the stop: a key of `PROOFS`
-    compared: int = 0  # last step compared with the steps before the stop
+    proof: str | None = None  # how its first steps compare with those before the stop: a key of `PROOFS`
+    compared: int = 0  # last step that was compared with the steps before the stop
     differs: str = ""  # names of the layers that differ
     saves: list[Save] = field(default_factory=list)
     ended: float = 0.0  # time of the last event
-    last_step: int | None = None  # last step that the program is known to have reached
+    last_step: int | None = None  # last step known to have been reached
     how: How | None = None
     status: int | None = None
     why: str = ""
@@ -71,7 +71,7 @@ Tone = Literal["good", "bad", "warn", "info", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One entry in the list of events, with an optional mark on the timeline."""
+    """An entry in the list of events, with an optional mark on the timeline."""
 
     time: float
     tone: Tone
@@ -84,16 +84,16 @@ class Note:
 class History:
     attempts: list[Attempt] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # name -> step -> value
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # values keyed by name, then by step
     failures: int = 0  # number of failed saves
     fallbacks: int = 0  # number of restores that skipped damaged steps
-    redone_steps: int = 0  # number of steps lost to a stop and trained again
+    redone_steps: int = 0  # number of steps that were lost at a stop and trained again
     redone_seconds: float = 0.0
-    hides_steps: bool = False  # whether a start was killed, so that its last steps are unknown
+    hides_steps: bool = False  # whether an attempt was killed, so that its last steps are unknown
 
     @property
     def saves(self) -> list[Save]:
-        """All committed saves, in event order."""
+        """All committed saves, in the order of their events."""
         return [save for attempt in self.attempts for save in attempt.saves]
 
     @property
@@ -101,12 +101,12 @@ class History:
         return sum(attempt.blocked for attempt in self.attempts)
 
     def ended(self, *how: How) -> int:
-        """Return the number of starts that ended in any of these ways."""
+        """Return the number of attempts that ended in any of these ways."""
         return sum(attempt.how in how for attempt in self.attempts)
 
 
 def read_history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Build a run's history from its events in file order; invalid events are ignored."""
+    """Build a run's history from its events, in file order; invalid events are ignored."""
     history = History()
     by_run: dict[str, Attempt] = {}
     for event in events:
@@ -115,12 +115,12 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
         if when is None or when > _LATEST:
             continue
         attempt = by_run.get(run)
-        if attempt is None:  # its first event may have been in a deleted file
+        if attempt is None:  # the attempt's first event may have been in a deleted file
             attempt = by_run[run] = Attempt(when)
             history.attempts.append(attempt)
         attempt.began, attempt.ended = min(attempt.began, when), max(attempt.ended, when)
         _take(history, attempt, event, when)
-    # Drop starts without training: commands such as pin, and `holdfast run` before it begins, acquire the directory.
+    # Drop attempts without training: commands such as pin, and `holdfast run` before it begins, acquire the directory.
     history.attempts = [attempt for attempt in history.attempts if attempt.how != "closed" or _has_trained(attempt)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
@@ -130,7 +130,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
 def add_metrics(
     history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "", depth: int = 0
 ) -> None:
-    """Record the metrics of a step; nested metrics are named with ``/``."""
+    """Record the metrics of a step; names of nested metrics contain ``/``."""
     for name, value in (metrics or {}).items():
         if isinstance(value, list):
             value = {str(index): inner for index, inner in enumerate(value[:_CHARTED])}
@@ -210,7 +210,7 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
 
 
 def _skipped(skipped: Any) -> list[tuple[int, str]]:
-    """Return the damaged steps that a restore skipped, each with a description of the damage."""
+    """Return the damaged steps that a restore skipped, each with a description of its damage."""
     return [
         (number, str(step.get("damage", "")))
         for step in (skipped if isinstance(skipped, Sequence) else ())
@@ -219,7 +219,7 @@ def _skipped(skipped: Any) -> list[tuple[int, str]]:
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    """Set how a start ended from the supervisor's event, unless the run itself has reported an exception."""
+    """Take from the supervisor's event how an attempt ended, unless the run itself has reported an exception."""
     how = event.get("how")
     attempt.status = _whole(event.get("status"))
     if how == "hung":
@@ -235,7 +235,7 @@ def _has_trained(attempt: Attempt) -> bool:
 
 
 def _end_all(history: History) -> None:
-    """Determine how starts without a final event ended; add up the steps that were trained again."""
+    """Determine how attempts without a final event ended, and add up the steps that were trained again."""
     for attempt, after in itertools.zip_longest(history.attempts, history.attempts[1:]):
         if attempt.how is None:
             elsewhere = attempt.host not in ("", socket.gethostname())
@@ -262,7 +262,7 @@ def _is_alive(attempt: Attempt) -> bool:
 
 
 def _notes_of(history: History) -> Iterator[Note]:
-    """Yield notes about the beginning and end of each start, and one about its saves."""
+    """Yield notes about the beginning and the end of each attempt, and one about its saves."""
     for number, attempt in enumerate(history.attempts):
         yield _beginning(number, attempt)
         if attempt.saves:

@@ -1,4 +1,4 @@
-"""The page of a report: HTML with style, script and data inline, which loads nothing else."""
+"""The page of a report: HTML with inline style, script and data, which does not load anything else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .history import PROOFS, WORDS, Attempt, Note
 from .markup import Markup, join, tag
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
-_STEPS = 500  # maximum number of rows in a table of steps or starts
+_STEPS = 500  # maximum number of rows in a table of steps or attempts
 _NOTES = 300  # maximum number of lines in the list of events
 _METRICS = 16  # maximum number of metric charts
 _GROUPS = 6  # maximum number of norm charts
@@ -30,7 +30,7 @@ _BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
-    """Render the page for some runs as of ``now`` (seconds since 1970-01-01 UTC); ``left_out`` more are omitted."""
+    """Render the page for runs, as of ``now`` (seconds since 1970-01-01 UTC); ``left_out`` is the number omitted."""
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)
@@ -68,7 +68,7 @@ def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
 
 
 def _state(run: RunFacts) -> Markup:
-    """Return a run's state as a coloured label."""
+    """Return a coloured label for a run's state."""
     attempts = run.history.attempts
     if not attempts:
         word, tone = "no events" if run.checkpoints else "no checkpoints", "plain"
@@ -228,7 +228,7 @@ def _saves(run: RunFacts) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table cell: its content, its sort key if other than the text, and its CSS class."""
+    """A table cell: its content, its sort key if it differs from the text, and its CSS class."""
 
     text: str
     order: float | str | None = None
@@ -236,13 +236,13 @@ class Cell:
 
 
 class Number(Cell):
-    """A cell in a numeric column, aligned to the right."""
+    """A right-aligned cell in a numeric column."""
 
     __slots__ = ()
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Build a table from rows of cells by heading; the page's script sorts it, and screen readers read its name."""
+    """Build a table from rows of cells keyed by heading; the page's script sorts it; its name is for screen readers."""
     if not rows:
         return Markup()
     heads = (
@@ -292,7 +292,7 @@ def _steps(run: RunFacts) -> Markup:
 
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
-    """Return the newest steps, and any that are damaged, best or pinned, in run order."""
+    """Return the newest steps and all that are damaged, best or pinned, in the order of the run."""
     special = [
         index
         for index, step in enumerate(run.checkpoints)

@@ -1,6 +1,6 @@
 """Module state that is not in its state dict: epoch averages, metrics, and switched flags.
 
-Lightning's own checkpoints lack it: after a resume, an epoch average covers only the remaining batches.
+Lightning's own checkpoints do not contain it, so after a resume, an epoch average covers only the remaining batches.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def _metrics(module: Any) -> dict[str, Any]:
     parts = dict(module.named_modules())
     for part in parts.values():
         if isinstance(part, torchmetrics.MetricCollection):
-            part.values()  # synchronizes metrics that share their states
+            part.values()  # updates metrics that share their state with others
     return {name: part for name, part in parts.items() if isinstance(part, torchmetrics.Metric)}
 
 
 def _grow_trackers(module: Any, names: Collection[str]) -> None:
-    """Extend each MetricTracker, which has one metric per period, to the number of metrics it had at the save."""
+    """Extend each MetricTracker, which has one metric per period, to the number of metrics that it had at the save."""
     tracker: Any = getattr(loaded("torchmetrics"), "MetricTracker", None)
     for path, part in list(module.named_modules()) if tracker is not None else ():
         if isinstance(part, tracker):

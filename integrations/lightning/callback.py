@@ -84,14 +84,14 @@ class CheckpointCallback(ResumingCallback):
     requeue checkpoints are left alone.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint together:
-    each saves a share of the parameters and optimizer state, and its own random generators and data position. SIGTERM
+    each saves its share of the parameters and optimizer state, and its own random generators and data position. SIGTERM
     to any of them stops all at the same step. All processes must see the same directory.
 
     A checkpoint contains arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing
-    is pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
+    is pickled. Hyper-parameters and callback states of any other type are left out, and a warning names them.
 
     ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others. With
-    ``partial="initialize"``, it loads those that fit, and a resume restores what fits of module, optimizers, schedules.
+    ``partial="initialize"``, it loads those that fit; a resume restores fitting module, optimizer and scheduler state.
 
     Args:
         dirpath: The checkpoint directory: a path or a URL.
@@ -174,25 +174,25 @@ class CheckpointCallback(ResumingCallback):
         self._recorder: FitRecorder | None = None
         self._witness: Witness | None = None
         self._has_weights = False
-        self._decides = False  # whether the directory determines what to resume from, as no ckpt_path was given
+        self._decides = False  # whether the directory determines where to resume, because no ckpt_path was given
         private_api.follow_choices(CheckpointCallback)
 
     @property
     def state_key(self) -> str:
-        """The callback's key in Lightning checkpoints; a constant, because the callback has no state of its own."""
+        """The callback's key in Lightning checkpoints; constant, because the callback itself has no state."""
         return "holdfast.CheckpointCallback"
 
     @property
     def manager(self) -> CheckpointManager:
-        """The run's checkpoint manager, for everything beyond the trainer: listing, metrics, pinning.
+        """The run's checkpoint manager, for tasks outside the trainer, such as listing and pinning checkpoints.
 
-        A checkpoint saved by several processes has two items: ``state``, and ``process`` with the position of each.
+        A checkpoint saved by several processes has two items: ``state``, and ``process`` with their data positions.
         """
         return self._store.manager
 
     @property
     def proof(self) -> Proof:
-        """The result so far of comparing the resumed ``fit`` with the steps recorded before the stop."""
+        """The result, so far, of the comparison between the resumed ``fit`` and the steps recorded before the stop."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
@@ -235,12 +235,12 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint, or the newest without ``best_fn``; empty if there is none, or no metric."""
+        """The path of the best checkpoint or, without ``best_fn``, the newest; empty if there is no such checkpoint."""
         return self._store.path_of(self._store.manager.best_step())
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignore the path that a trainer sets after forking its processes, because it is read from the directory."""
+        """Ignore the path that a trainer sets after forking its processes; the getter reads it from the directory."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -264,7 +264,7 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the pickling state: that of a fresh callback for the same directory."""
+        """Return the state to pickle: that of a fresh callback for the same directory."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 
@@ -316,7 +316,7 @@ class CheckpointCallback(ResumingCallback):
         self._signals = Signals(trainer, self._preemption, self._store)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
-            self._evaluation = stop  # not with AgreedStop: processes can agree on a stop only after the first batch
+            self._evaluation = stop  # not AgreedStop, because processes can agree on a stop only after the first batch
         self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
 
@@ -336,7 +336,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Record the batch, which a resumed run is compared with."""
+        """Record the batch, so that a resumed run can be compared with it."""
         if self._recorder is not None:
             self._recorder.begin_batch(batch)
 
@@ -361,7 +361,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Announce that there was nothing left to do, if the run was already complete."""
+        """If the run was already complete, announce that there was nothing left to do."""
         if self._recorder is not None:
             self._recorder.finish()
 
@@ -375,7 +375,7 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
-            # The original exception matters more and must not be replaced by this one.
+            # The original exception is more important, so this one must not replace it.
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -416,7 +416,7 @@ class CheckpointCallback(ResumingCallback):
             leave(trainer, self._preemption)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
-        """Load the weights of ``init_from`` into a fresh run, once; return the path to resume from."""
+        """If the run is fresh, load the weights from ``init_from``, once; return the path to resume from."""
         source = self._options.init_from
         if source is None or self._has_weights:
             return path

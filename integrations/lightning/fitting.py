@@ -61,7 +61,7 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 
 
 class Fitting:
-    """Restores module, optimizers and schedulers of one ``fit``: strictly, or with ``misfits`` whatever fits."""
+    """Restores the module, optimizers and schedulers in one ``fit``: strictly or, with ``misfits``, whatever fits."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
@@ -70,13 +70,13 @@ class Fitting:
         self._saved: list[_Optimizer] = []  # optimizers in the checkpoint; empty for Lightning's own files
         self._saved_schedulers: list[str] | None = None  # scheduler classes when the saved run began training
         self._shapes: dict[str, torch.Size] = {}  # weight shapes in the checkpoint
-        # Per partially restored optimizer: the number of saved param groups, and the saved index of each current one.
+        # For each partially restored optimizer: the number of saved param groups, and each current group's saved index.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
         self._start: StartValues | None = None
-        self._began: Mapping[str, Any] = {}  # start values of hyperparameters that the saved run itself changed
+        self._began: Mapping[str, Any] = {}  # initial values of hyperparameters that the saved run itself has changed
         self._is_resumed = False
         self._loads_by_name = is_sharded(trainer.strategy)  # sharded strategies load optimizer state by name themselves
         if not self._loads_by_name:
@@ -96,12 +96,12 @@ class Fitting:
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata: the start values of hyperparameters that the run itself has changed, or None."""
+        """Return step metadata: initial values of hyperparameters that the run itself has changed; None without any."""
         changed = {} if self._start is None else self._start.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
     def description(self) -> str:
-        """Return a JSON description of optimizers and schedulers, cached until the optimizers change."""
+        """Return a JSON description of the optimizers and schedulers, cached until the optimizers change."""
         present = [
             (type(optimizer), [[*map(id, group["params"])] for group in optimizer.param_groups])
             for optimizer in self._trainer.strategy.optimizers
@@ -149,7 +149,7 @@ class Fitting:
         result = module.load_state_dict({name: saved[name] for name in saved if name not in other}, strict=False)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         trained |= {unwrapped_name(name) for name in trained}
-        # torch reports missing keys with wrapper prefixes, which its state dicts omit.
+        # torch reports missing keys with wrapper prefixes, but its state dicts omit these prefixes.
         missing = [name if name in live else unwrapped_name(name) for name in result.missing_keys]
         for name in missing:
             if name in other:
@@ -187,7 +187,7 @@ class Fitting:
             return
         checkpoint["optimizer_states"] = self._optimizer_states(checkpoint["optimizer_states"])
         if not callbacks_of(self._trainer, "StochasticWeightAveraging"):
-            # That callback removes the schedulers until it has restored its own state.
+            # StochasticWeightAveraging removes the schedulers until it has restored its own state.
             checkpoint["lr_schedulers"] = self._scheduler_states(checkpoint["lr_schedulers"])
         with _advice() if self.misfits is None else contextlib.nullcontext():
             yield
@@ -218,7 +218,7 @@ class Fitting:
         return taken
 
     def _fitting(self, index: int, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
-        """Return the state for one optimizer: saved state where it fits, and fresh state elsewhere."""
+        """Return the state for one optimizer: saved state where it fits, and fresh state for the rest."""
         assert self.misfits is not None
         optimizer = self._trainer.strategy.optimizers[index]
         fresh: _State = optimizer.state_dict()
@@ -308,7 +308,7 @@ class Fitting:
 
 
 def _set_dtypes(optimizer: Any, state: _State) -> None:
-    """Restore the saved dtypes of an optimizer's state, which torch casts to the parameter dtypes on load."""
+    """Restore the saved dtypes of an optimizer's state, because torch casts it to the parameter dtypes on load."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     numbers = chain.from_iterable(group["params"] for group in state.get("param_groups", ()))
     for parameter, number in zip(parameters, numbers, strict=False):
@@ -322,7 +322,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
         return state
     positions, others = saved.positions(), live.positions()
     if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
-        return state  # Parameters were renamed: leave it to torch to compare the counts.
+        return state  # Parameters have been renamed, so leave it to torch to compare the counts.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the parameters are in other groups of an optimizer than in the checkpoint:",
@@ -333,7 +333,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
 
 
 def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[int | None]:
-    """Return, for each optimizer, the index of the saved one that shares most parameters; None if there is none."""
+    """Return, for each optimizer, the index of the saved one that shares the most parameters; None if there is none."""
     origins: list[int | None] = []
     for index, optimizer in enumerate(live):
         free = {other: saved[other].positions().keys() for other in range(len(saved)) if other not in origins}
@@ -343,7 +343,7 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares most names, preferring ``index`` in a tie; None if none shares any."""
+    """Return the index of the set that shares the most names; ``index`` wins a tie; None if no set shares any."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -381,7 +381,7 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
 
 
 def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
-    """Describe the shape mismatch of a module's tensor and the saved one, if torch would refuse to load it."""
+    """Describe the shape mismatch between a module's tensor and the saved one, if torch would refuse to load it."""
     if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
@@ -391,7 +391,7 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
     """Return whether an object may load the state of the saved class: related classes, or the same option names."""
-    # The program may have moved its classes to other modules, and renamed its schedulers.
+    # The program may have moved its classes to other modules, or renamed its schedulers.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True

@@ -54,7 +54,7 @@ else:
 
 
 class ResumingCallback(OnExceptionCheckpoint):
-    """The only callback base class that a trainer queries for a checkpoint when ``fit`` got no ``ckpt_path``."""
+    """The only callback base class whose checkpoint a trainer asks for when ``fit`` is called without ``ckpt_path``."""
 
     def __init__(self) -> None:
         # Does not call the base class, which only stores the file to save on an exception. LightningCLI resolves the
@@ -69,7 +69,7 @@ class ResumePath(str):
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # Trainers accept only paths that exist, so a remote location has a stand-in; messages show the real location.
+        # Trainers accept only paths that exist, so a local path stands in for a remote one; messages show the real one.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -91,7 +91,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     Lightning does not accept such a plugin.
 
     Args:
-        inner: The plugin that does all writing, and reads all other paths; None is Lightning's ``TorchCheckpointIO``.
+        inner: The plugin that writes, and that reads all other paths; None means Lightning's ``TorchCheckpointIO``.
     """
 
     def __init__(self, inner: Any = None) -> None:
@@ -103,7 +103,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save with the inner plugin."""
+        """Save a checkpoint with the inner plugin."""
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
@@ -120,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a holdfast checkpoint, with templates for some entries; return None for other files."""
+        """Load a holdfast checkpoint, with templates for some of its entries; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint under the module's current names, which change when submodules are compiled."""
+        """Load a checkpoint, with state under the module's current names, which change when submodules are compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -206,7 +206,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # never removed: they live as long as the plugin
+    hooks = LoopHooks()  # never removed, because they live as long as the plugin
     if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)
@@ -276,7 +276,7 @@ def load_from_checkpoint(
         step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
             ``"latest"`` load the newest whole one.
         strict: Whether the state must have exactly the module's keys; None uses the module's own setting.
-        **arguments: Constructor arguments that override saved hyper-parameters, or that were not saved.
+        **arguments: Constructor arguments, which override saved hyper-parameters or supply those that were not saved.
 
     Returns:
         The module, on the CPU.

@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of stateful loaders that have more batches than ``limit``, the length of an epoch."""
+    """Return the class names of the stateful loaders that have more batches than ``limit``, the epoch length."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -41,7 +41,7 @@ def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
 
 
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
-    """Return the indices of replicated stateful loaders: declared by the loader, or in ``names`` (``loaders/0``)."""
+    """Return the indices of stateful loaders that declare themselves replicated or are in ``names`` (``loaders/0``)."""
     stateful = _stateful(loaders)
     named = {name: range(len(stateful)) for name in names if name == "loaders"}
     named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
@@ -55,7 +55,7 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore loader states: the next iterators continue after the last batch, or begin an epoch if one ``ended``."""
+    """Restore loader states; new iterators continue after the last batch, or begin an epoch if one has ``ended``."""
     # A loader's state shows that the epoch has ended, with two exceptions: torchdata, if no batch was requested after
     # the last one, and Hugging Face streams.
     stateful = _stateful(loaders)
@@ -70,13 +70,13 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             load(as_start(loader, _copied({**state, _FINISHED: True})))
             loader.state_dict()  # applies the state immediately, before the generators are restored
         elif ended and isinstance(state, dict) and state.keys() == _STREAM:
-            loader.set_epoch(state["epoch"])  # not load(): a stream restored at its end would yield no batches
+            loader.set_epoch(state["epoch"])  # not load(), because a stream restored at its end yields no batches
         else:
             load(as_start(loader, _copied(state)))
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the StateError for a number of stateful loaders that differs from the checkpoint's."""
+    """Return the StateError to raise if the number of stateful loaders differs from that in the checkpoint."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
@@ -89,14 +89,14 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the epoch of the samplers, as Lightning does, but before their iterators are created."""
+    """Set the samplers' epoch, as Lightning does, but before their iterators are created."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw and discard the batches that this epoch has already used; call ``before`` with the count before each."""
+    """Draw and discard the batches already used in this epoch; before each, call ``before`` with the batch count."""
     ahead = draws_ahead(fetcher)
     source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
@@ -111,12 +111,12 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Return whether a loader has persistent workers: it keeps its iterator, and seeds the workers only once."""
+    """Return whether a loader has persistent workers, so that it keeps its iterator and seeds the workers only once."""
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
 def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
-    """Start the persistent workers of the loaders at ``indices``, as earlier epochs would have done."""
+    """Start the persistent workers of the loaders at ``indices``, as an earlier epoch would have done."""
     for index, loader in enumerate(loaders):
         if index in indices and keeps_iterator(loader) and loader._iterator is None:
             iter(loader)
@@ -152,15 +152,15 @@ def _copied(state: Any) -> Any:
     """Return a deep copy of a loader state, because the loader may modify the object that it returned or was given."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # Copying may fail in any way; the save decides whether the state can be stored.
+    except Exception:  # Copying may raise any exception; the save decides whether the state can be stored.
         return state
 
 
 class DrawnAhead:
     """Tracks the batch that Lightning prefetches to detect the end of data that has no length."""
 
-    # Replicated loaders are saved in their state before this batch, because another number of processes would divide
-    # it differently.
+    # For replicated loaders, the state before this batch is saved, because another number of processes would divide
+    # the batch differently.
 
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
@@ -196,7 +196,7 @@ class DrawnAhead:
         return position
 
     def begin_within(self, fetcher: Any, position: Mapping[str, Any]) -> None:
-        """Create a fetcher's iterator in the middle of an epoch, from a saved position."""
+        """Create a fetcher's iterator at a saved position in the middle of an epoch."""
         ahead, ended = position.get("ahead"), position.get("ended", [])
         if ahead is None:
             iter(fetcher)
@@ -217,7 +217,7 @@ def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
-    """Restore the states from :func:`capture_generators`, as far as the generators still exist."""
+    """Restore the states from :func:`capture_generators` for all generators that still exist."""
     restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
     saved = state.get("device")  # legacy: the first version saved only one device's generator
@@ -237,7 +237,7 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     """Return the distinct generators of loaders and samplers, keyed by names such as ``0.sampler.generator``."""
-    # Stateful loaders restore their own generator, except torchdata's, which draw worker seeds from it.
+    # Stateful loaders restore their own generator; torchdata's do not, although they draw worker seeds from it.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _stateful([loader]) or is_torchdata_loader(loader):
@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to current batch size, 1 if unknown; StateError if it differs between loaders."""
+    """Return the ratio of saved to current batch size, 1 if unknown; raise StateError if it differs between loaders."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

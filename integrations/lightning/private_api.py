@@ -1,12 +1,12 @@
-"""The private Lightning names that the callback needs, and the wrappers around Lightning methods.
+"""The private Lightning names that the callback depends on, and the wrappers around Lightning methods.
 
 Lightning calls the hooks of callbacks before its loops have done their bookkeeping: after ``on_train_batch_end`` it
 calls the module's own hook, validates and steps the schedulers, and after ``on_train_epoch_end`` it does the same for
-the epoch. A checkpoint saved from a hook would lack the results. Therefore :class:`LoopHooks` wraps the loop methods
+the epoch. A checkpoint saved in a hook would lack these results. Therefore :class:`LoopHooks` wraps the loop methods
 that enclose all of these calls, on the objects of one trainer and for one run.
 
-A trainer selects its checkpoint before it calls any hook. Therefore :func:`follow_choices` wraps the method that does
-this on its class, when the first callback is created.
+A trainer selects its checkpoint before it calls any hook. Therefore :func:`follow_choices` wraps the selection method
+on its class, as soon as the first callback is created.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- the private names, which `check_version` looks for
 
-NAMES = {  # keyed by the trainer attribute that has the names
+NAMES = {  # keyed by the trainer attribute whose object has the names
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
@@ -58,7 +58,7 @@ NAMES_OF_CLASSES = {  # keyed by the strategy or callback class
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # keyed by submodule of the package; class attributes include those set in __init__
+NAMES_IN_MODULES = {  # keyed by submodule of the package; the class attributes include those set in __init__
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -74,11 +74,11 @@ NAMES_IN_MODULES = {  # keyed by submodule of the package; class attributes incl
 _GIVEN = "holdfast_given_path"  # checkpoint connector attribute that stores the ``ckpt_path`` given by the caller
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# Child processes of trainers that have ended, kept alive: Python warns if a running Popen is garbage-collected.
+# Child processes of trainers that have ended; kept, because Python warns if a running Popen is garbage-collected.
 _released: list[subprocess.Popen[bytes]] = []
 
 # With an auto-resuming callback, a trainer behaves as with ``ckpt_path="last"``. Lightning then warns about a missing
-# model and, in a first run, about a missing "last" checkpoint, although the user has requested neither.
+# model and, in a first run, about a missing "last" checkpoint, although the user has not requested either.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
@@ -146,7 +146,7 @@ def _following(original: Callable[..., Any], callback: type) -> Callable[..., An
         if not any(isinstance(present, callback) for present in self.trainer.callbacks):
             return original(self, state_fn, ckpt_path, **models)
         if ckpt_path is None and _is_in_slurm() and is_left_alone(self.trainer, self._hpc_resume_path):
-            # Same defaults as in Lightning when there is no requeue checkpoint.
+            # The same defaults that Lightning uses when there is no requeue checkpoint.
             if state_fn != "fit" and model_provided:
                 return None
             ckpt_path = "last" if state_fn == "fit" else "best"
@@ -170,7 +170,7 @@ def forget_choice(trainer: Any) -> None:
 def is_left_alone(trainer: Any, path: Any) -> bool:
     """Return whether the path is a SLURM requeue checkpoint that Lightning itself selected; log that it is ignored."""
     connector = trainer._checkpoint_connector
-    # If the module creates the first callback in the process, the trainer selected its path before we recorded any.
+    # If the module creates the first callback in the process, the trainer selected its path before recording began.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -204,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers; one that has since been wrapped itself stays, but only calls the original method."""
+        """Remove all wrappers; a wrapper that has been wrapped in turn stays, but only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -227,7 +227,7 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any, *, within: bool = False) -> None:
-    """Set the loop counters as after a finished epoch; pass ``within`` if the save was in the middle of this epoch."""
+    """Set the loop counters to those after a finished epoch; ``within`` means that the save was in mid-epoch."""
     for tracker in (progress.total, progress.current):
         count = tracker.ready if within else tracker.processed
         tracker.ready = tracker.started = tracker.processed = tracker.completed = count
@@ -236,7 +236,7 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after the loaders and before the iterators
+LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after loader creation, before iterator creation
 
 # The trainer's connector that selects, saves and restores checkpoints, and the checkpoint dictionary it restores.
 checkpoint_connector = attrgetter("_checkpoint_connector")
@@ -280,12 +280,12 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders are exhausted in this epoch, in modes that restart loaders until all are exhausted."""
+    """Return which loaders are exhausted in this epoch, in modes that restart the shorter loaders until all are."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore the flags from :func:`have_ended`, keeping loaders that a later batch has exhausted since."""
+    """Restore the flags from :func:`have_ended`; loaders that a later batch has exhausted stay exhausted."""
     if hasattr(combined._iterator, "_consumed") and ended:
         combined._iterator._consumed = [saved or now for saved, now in zip(ended, have_ended(combined), strict=True)]
 
@@ -309,7 +309,7 @@ def _reload_name(loop: Any) -> str:
 
 
 def is_accumulating(fit: Any) -> bool:
-    """Return whether gradient accumulation is in progress: more batches follow before the next update."""
+    """Return whether gradient accumulation is in progress, so that more batches follow before the next update."""
     return bool(fit.epoch_loop._should_accumulate())
 
 
@@ -364,7 +364,7 @@ def keeps_own_buffers(strategy: Any) -> bool:
 
 
 def release_children(trainer: Any) -> None:
-    """Prevent a trainer from killing its child processes when one of them exits with a nonzero status."""
+    """Prevent a trainer from killing its child processes if one of them exits with a nonzero status."""
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
         _released.extend(processes)
@@ -452,7 +452,7 @@ def _entry(metric: Any) -> dict[str, Any]:
         "reduce": meta.reduce_fx.__name__,
         "sync_dist": meta.sync.should,
         "rank_zero_only": meta.sync.rank_zero_only,
-        # A logged torchmetrics.Metric has no state here: it is saved with the module.
+        # A logged torchmetrics.Metric has no state here, because it is saved with the module.
         "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
     }
 

@@ -1,4 +1,4 @@
-"""One ``fit``: how it begins, resumes and ends, and the points at which its state is consistent to save."""
+"""One ``fit``: how it begins, resumes and ends, and the points at which its state is consistent and can be saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stage(Enum):
 
 
 class FitRecorder:
-    """Follows one ``fit`` from ``setup`` to its end, and decides about a save after each batch and each epoch."""
+    """Follows one ``fit`` from ``setup`` to its end, and decides after each batch and each epoch whether to save."""
 
     # The state is consistent after a batch and all the work that belongs to it (the module's own hook, the validation,
     # the schedulers), unless gradients are still being accumulated. This point is reached when the next batch begins,
@@ -57,7 +57,7 @@ class FitRecorder:
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
         self._considered = fit.step  # the last step considered for a save
-        self._in_batch = False  # whether a batch has begun, and its consistent point is not yet reached
+        self._in_batch = False  # whether a batch has begun whose consistent point has not been reached yet
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
@@ -66,7 +66,7 @@ class FitRecorder:
 
     @property
     def has_started(self) -> bool:
-        """Whether the ``fit`` has started training, or loaded a checkpoint after which nothing is left to do."""
+        """Whether the ``fit`` has started training, or has loaded a checkpoint that leaves nothing to do."""
         return self._stage is not Stage.SET_UP
 
     def begin(self) -> None:
@@ -109,7 +109,7 @@ class FitRecorder:
     # ---- resuming from a checkpoint
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Resume from a Lightning checkpoint dictionary, after removing the data position from it."""
+        """Remove the data position from a Lightning checkpoint dictionary, and resume from both."""
         path = self.fit.trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
@@ -124,7 +124,7 @@ class FitRecorder:
 
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, even if ``max_epochs`` is less than the run has completed."""
-        # That happens if a program calls fit twice, and is restarted during the second call.
+        # That happens if a program calls fit twice and is restarted during the second call.
         if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
@@ -164,7 +164,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Consider a save, once, after a batch and the work that belongs to it."""
+        """After a batch and the work that belongs to it, decide once whether to save."""
         if not self._in_batch:
             return
         self._in_batch = False
@@ -191,7 +191,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the epoch end was left to do; saved now, so that the next start skips it.
+            # Only the epoch end was left to do; save now, so that the next attempt skips it.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -225,7 +225,7 @@ class FitRecorder:
         if not newest.holds(step):
             if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if self.writer.held is None:  # a held copy is saved as after an exception
+            if self.writer.held is None:  # a held copy is saved in the same way as after an exception
                 logger.warning(
                     "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
                     step,
@@ -241,11 +241,11 @@ class FitRecorder:
             self.writer.consider(step, point, ended=ended)
 
     def _save_at_signal(self, step: int, point: Point) -> None:
-        """Save a step, and end the run immediately, or after a few more batches recorded for comparison."""
+        """Save a step, and end the run, either at once or after a few more batches that are recorded for comparison."""
         try:
             self.writer.save(step, point, PREEMPTED)
         except SaveFailedError:
-            # The save before this one failed. The process is about to end, so the failure must be logged now.
+            # The previous save failed. The process is about to end, so the failure must be logged now.
             logger.exception("an earlier save failed; step %d is being saved", step)
         if point != "batch" or self.fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
             self._leave()

@@ -1,4 +1,4 @@
-"""The position of a ``fit`` in its epochs: what a checkpoint records about it, and how a new process restores it.
+"""The position of a ``fit`` within its epochs: what a checkpoint records, and how a new process restores it.
 
 The batch order in an epoch depends on the random generators at four points: when the program creates the data loaders,
 when a loader creates its iterator (it seeds the workers, which start loading), at the first batch (samplers without
@@ -62,13 +62,13 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class EpochReplay:
-    """Tracks one ``fit`` through its epochs, and restores a saved position; see the state table above."""
+    """Tracks the epochs of one ``fit``, and restores a saved position; see the table in the module docstring."""
 
     def __init__(self, fit: Fit, hooks: LoopHooks, restored: Callable[[], None]) -> None:
         self._fit = fit
         self._trainer = fit.trainer
         self._loop = fit.trainer.fit_loop
-        self._restored = restored  # callback, called once everything is restored
+        self._restored = restored  # callback, called when everything has been restored
         self._options = fit.options
         self._saved: SavedPosition | None = None  # position to return to; None while following the run
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
@@ -120,7 +120,7 @@ class EpochReplay:
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
-            ahead = getattr(self.fetcher, "batches", ())  # one prefetched batch if the data has no length
+            ahead = getattr(self.fetcher, "batches", ())  # one prefetched batch, if the data has no length
             position["fetched"] = self.fetcher.fetched
             position["consumed"] = self.fetcher.fetched - len(ahead)
             if not loaders.all_stateful(parts):
@@ -209,14 +209,14 @@ class EpochReplay:
         if len(parts) == 1 or loaders.all_stateful(parts):
             self._fit.count(original, fetcher)
             return
-        # With several loaders, shorter ones restart, and are seeded, in the middle of an epoch.
+        # With several loaders, the shorter ones restart, and are seeded again, in the middle of an epoch.
         before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
         if loaders.has_restarted(marks, loaders.marks(fetcher)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
-        """If nothing was left to do, restore the end state, with which the program continues."""
+        """If nothing was left to do, restore the end state, because the program continues with it."""
         if (saved := self._saved) is None:
             return
         self._saved = None
@@ -224,7 +224,7 @@ class EpochReplay:
         saved.until_batches.close()
         self._go_to_end(saved)
         for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
-            # This replaces the weights with their average.
+            # on_train_end replaces the weights with their average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     # ---- returning to where a checkpoint was saved
@@ -249,7 +249,7 @@ class EpochReplay:
         self._restore_module(saved)
         private_api.clear_restart(self._loop)
         if self._loop.max_epochs in (None, -1) or self._loop.epoch_progress.current.processed < self._loop.max_epochs:
-            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The run ended in mid-epoch.
+            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The saved run ended in mid-epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
@@ -295,7 +295,7 @@ class EpochReplay:
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
             callback.on_train_epoch_start(self._trainer, module)
-        # In its last epoch, StochasticWeightAveraging resets the batch normalization statistics.
+        # StochasticWeightAveraging resets the batch normalization statistics in its last epoch.
         module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: SavedPosition, fetcher: Any) -> None:
@@ -353,7 +353,7 @@ class EpochReplay:
             )
 
     def _rescale(self, tree: dict[str, Any]) -> None:
-        """Rescale the batch counts if the data is now divided among another number of processes."""
+        """Rescale the batch counts if the data is now divided among a different number of processes."""
         if (factor := tree.get("rescaled")) is None:
             return
         factor *= loaders.batch_size_ratio(tree.get("batch_sizes"), self._loaders())

@@ -25,21 +25,21 @@ class SavedPosition:
     """The saved data position that this process resumes from."""
 
     tree: dict[str, Any]
-    is_new: bool = False  # whether this process had no saved position, because there are more processes now
+    is_new: bool = False  # whether this process has no saved position, because there are now more processes
     keeps_random: bool = False  # whether to keep the global generators as seeded by the program
-    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # undone once loaders exist
-    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # undone before the first batch
+    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the loaders exist
+    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed before the first batch
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the process ended before work that follows the last batch, such as a validation."""
+        """Whether the process ended before the work that follows the last batch, such as a validation."""
         return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
 
 
 def share_of(
     saved: dict[str, Any], trainer: Any, replicated: Collection[str], reshard: Reshard | None, processes: ProcessGroup
 ) -> SavedPosition:
-    """Return the position that this process resumes from; StateError if it is unknown how to divide the data."""
+    """Return the position that this process resumes from; raise StateError if it is unknown how to divide the data."""
     shares = saved.pop("shares", None)
     is_new = shares is not None and processes.index >= len(shares)
     draws_alike = GLOBAL_GENERATORS in replicated
@@ -91,7 +91,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Raise StateError for global generators that are declared replicated, but whose states differ."""
+    """Raise StateError if global generators are declared replicated, but their saved states differ."""
     of_loaders = {"loaders", "attributes"}
     states = [{name: state for name, state in share["random"].items() if name not in of_loaders} for share in shares]
     for state in states:
@@ -104,7 +104,7 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError if drawing the batches again brought a replicated loader to another position."""
+    """Raise StateError if a replicated loader is at another position after the batches have been drawn again."""
     declared = saved.get("replicated", ())
     for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
         if index not in declared or same_state(state, before):
@@ -123,7 +123,7 @@ def reshard_states(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
     """Replace the saved data loader states with those that ``reshard`` returns for this process."""
-    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
+    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # states at the save, and at the start of the epoch
     replicated = saved.get("replicated", ())
     divided = [
         (prefix, index)
@@ -157,7 +157,7 @@ def reshard_states(
 
 
 def describe_left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe what happens to per-process state: which processes start fresh, or whose state is dropped."""
+    """Describe what happens to per-process state: which processes start fresh, or which saved states are dropped."""
     state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on begin with fresh {state}"

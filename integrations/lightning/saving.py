@@ -33,15 +33,15 @@ class Newest:
     """The newest checkpoint of a run, or the first step of a fresh run that has not saved anything."""
 
     step: int
-    metrics: Mapping[str, float] | None = None  # None if the directory does not have the checkpoint
-    is_cut_off: bool = False  # whether it was saved before work that follows its batch, such as a validation
+    metrics: Mapping[str, float] | None = None  # None if the checkpoint is not in the directory
+    is_cut_off: bool = False  # whether it was saved before the work that follows its batch, such as a validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether a step is saved, including all the work that belongs to it."""
+        """Return whether a step has been saved with the results of all the work that belongs to it."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resume would continue after this step, or with the work that follows its last batch."""
+        """Return whether a resume would continue after this step, or with the work that follows its batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
@@ -63,16 +63,16 @@ class StepWriter:
         self._fitting = fitting
         self._witness = witness
         self._ledger = MetricsLedger()
-        self._has_news = False  # whether a validation or an epoch has ended since the last save decision
+        self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
         self._outdated: set[int] = set()  # steps of an earlier run that this run replaces
         self._copies = Copies() if fit.options.save_on_exception else None
         self.held: Held | None = None  # the checkpoint to save after an exception
-        self._has_warned = False  # about ModelPruning
+        self._has_warned = False  # whether the warning about ModelPruning has been logged
         self.newest = Newest(fit.step)
 
     def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
         """Continue from a checkpoint, with the metrics that were logged before it."""
-        self._ledger.observe(-1, earlier)  # -1: they do not belong to this step
+        self._ledger.observe(-1, earlier)  # -1, because they do not belong to this step
         self._outdated = set(note_resume(self._fit.store.manager, step))
         self.newest = Newest(step, self.stored_metrics(step), is_cut_off)
 
@@ -84,7 +84,7 @@ class StepWriter:
         return {name: value for name, value in (manager.metrics(step) or {}).items() if isinstance(value, int | float)}
 
     def note_metrics(self, step: int) -> None:
-        """Record new metrics, and add those that were logged after the save of their step to its checkpoint."""
+        """Record new metrics; if their step has already been saved, add them to its checkpoint."""
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
         self._has_news = True
         if self.newest.metrics is None or step != self.newest.step:
@@ -156,7 +156,7 @@ class StepWriter:
         self.held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
 
     def save_after(self, exception: BaseException) -> None:
-        """Save the held state from the last point between two batches; the current state may be amid an update."""
+        """Save the held state from the last point between two batches, because the current one may be half updated."""
         held, self.held = self.held, None
         if held is None or self.newest.is_complete(held.step) or self._witness.run.error is not None:
             return
@@ -175,7 +175,7 @@ class StepWriter:
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
-        """Warn once that ModelPruning saves permanently pruned weights, other than those training continues with."""
+        """Warn once that ModelPruning saves permanently pruned weights, which differ from those in training."""
         if self._has_warned or not private_api.callbacks_of(self._fit.trainer, "ModelPruning"):
             return
         names = self._fit.trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
@@ -217,9 +217,9 @@ class MetricsLedger:
 
 
 def _same_value(seen: Any, value: Any) -> bool:
-    """Return whether two objects are the same logged value, judged by identity of memory rather than equality."""
+    """Return whether two objects are the same logged value, which means the same memory rather than equal values."""
     if isinstance(seen, torch.Tensor) and isinstance(value, torch.Tensor):
-        # Lightning returns a new view on each access. The ledger keeps the old view, so its memory is not reused.
+        # Lightning returns a new view on each access. The ledger keeps the old view, so that its memory is not reused.
         return seen.data_ptr() == value.data_ptr()
     return seen is value
 

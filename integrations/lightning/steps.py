@@ -1,4 +1,4 @@
-"""The steps of one ``fit``: how they are counted, and what the witness records of each."""
+"""The steps of one ``fit``: how they are counted, and what the witness records about each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Fit:
         return int(self.trainer.global_step) + self.batches
 
     def say(self, text: str, *args: object) -> None:
-        """Announce a message about the run, from process 0 only."""
+        """Announce a message about the run, only in process 0."""
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
@@ -61,11 +61,11 @@ class Fit:
             self.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
-        """Return the trained parameters with torch's version counters, and whether optimizers hold them."""
+        """Return the trained parameters with their torch version counters, and whether they belong to optimizers."""
         trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        # With no configured optimizer, none are held, because Lightning then creates an empty one.
+        # If no optimizer is configured, Lightning creates an empty one, so the parameters do not belong to any.
         optimized = [parameter for parameter in trainable if id(parameter) in held]
         trained = [parameter for parameter in optimized or trainable if not parameter.is_inference()]
         return [(parameter, parameter._version) for parameter in trained], bool(optimized)
@@ -86,7 +86,7 @@ class FitWitness:
         self.run.begin(self._seen())
 
     def resume(self) -> None:
-        """Compare the restored state with what the witness recorded at its save."""
+        """Compare the restored state with what the witness recorded when it was saved."""
         path, why = self._fit.trainer.ckpt_path, why_not_comparable(self._fit.options, self._misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._fit.store.directory)):
             why = f"the run resumed from {path}"

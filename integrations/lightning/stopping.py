@@ -35,14 +35,14 @@ class Preempted(SystemExit):
 
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
-    """End the process after a signal, once nothing is left to save."""
+    """End the process after a signal, when there is nothing left to save."""
     private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends one ``fit`` after a signal: at the next consistent point, or after further steps that are only recorded."""
+    """Ends one ``fit`` after a signal: at the next consistent point, or after more steps that are only recorded."""
 
     fit: Fit
     points: Stop
@@ -52,7 +52,7 @@ class FitStop:
         """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # not the last batch, as a validation may follow
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # excludes the last batch: a validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """Signal handling for one trainer call; Lightning's handlers could end it amid gradient accumulation."""
+    """Handles signals during one trainer call; Lightning's handlers could end it during gradient accumulation."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)

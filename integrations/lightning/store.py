@@ -97,7 +97,7 @@ class CallbackArguments(ProgramOptions):
 PROCESS = "process"
 """The item with the position of each of several processes."""
 
-_OF_EVERY = {"every": True}  # restore the positions of all processes if the number of processes has changed
+_OF_EVERY = {"every": True}  # restores the positions of all processes if the number of processes has changed
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
@@ -110,7 +110,7 @@ logger = logging.getLogger("holdfast")
 
 
 class RunStore:
-    """A run's checkpoint directory: open for writing during a ``fit``, and readable at any time."""
+    """A run's checkpoint directory, open for writing during a ``fit`` and readable at any time."""
 
     def __init__(self, directory: Place, options: ProgramOptions) -> None:
         self.observer = process_observer()
@@ -125,9 +125,9 @@ class RunStore:
         self.has_saved = False
         self._has_positions = False
         self._has_fetched = False
-        self._exported: int | None = None  # the step whose weights the ``export_best`` file holds
+        self._exported: int | None = None  # the step whose weights are in the ``export_best`` file
         self._reported: set[str] = set()
-        self.at_teardown = contextlib.ExitStack()  # closed at strategy teardown
+        self.at_teardown = contextlib.ExitStack()  # closed when the strategy is torn down
         self._events: list[dict[str, Any]] = []  # events since the last :meth:`take_events` call
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class RunStore:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that writes, or that last wrote in this process; otherwise a read-only one."""
+        """The manager that is writing, or that last wrote, in this process; a read-only one if there is none."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -166,7 +166,7 @@ class RunStore:
         FINISHED[self.directory] = weakref.ref(module)
 
     def check_module(self, module: Any) -> None:
-        """Raise StateError if this process already finished this run with another module, likely by mistake."""
+        """Raise StateError if this process has finished this run with another module, which is probably a mistake."""
         finished = FINISHED.get(self.directory)
         if finished is not None and finished() is not module:
             raise StateError(
@@ -187,7 +187,7 @@ class RunStore:
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
-        """Fetch the mirror's newest step, unless the directory has a newer one; collective over all processes."""
+        """Fetch the newest step from the mirror, unless the directory has a newer one; a collective call."""
         if self.may_fetch:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
@@ -200,7 +200,7 @@ class RunStore:
         return "" if step is None else str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
-        """Return the step with this path, or None if the path is not in this directory."""
+        """Return the step at a path; None if the path is not in this directory."""
         try:
             location = as_location(path)
         except InvalidLocationError:
@@ -223,10 +223,10 @@ class RunStore:
     ) -> str | None:
         """Return the ranking metric's name if the newest step was saved without it and ``metrics`` now has it."""
         metric = self._options.best_fn
-        if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
+        if metric is None or self._options.save_on_best:  # ``save_on_best`` has already decided about this step.
             return None
 
-        # Checkpoints saved at an interval rarely coincide with a validation, and would never be ranked.
+        # Checkpoints saved at an interval rarely coincide with a validation, so otherwise they would never be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
@@ -263,12 +263,12 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save the result of ``dump`` in the background, or ``locally`` only; collective over all processes."""
+        """Save the result of ``dump`` in the background, or ``locally`` only; a collective call."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:
             shared, processes = SharedState(strategy), self.processes
-            with processes.together(f"{self.directory.url}: what step {step} saves"):  # raises in all if one fails
+            with processes.together(f"{self.directory.url}: what step {step} saves"):  # if one fails, all raise
                 items = self._items(dump(), shared, processes)
             shared.fill()
         with self._writing() as manager:
@@ -281,13 +281,13 @@ class RunStore:
             manager.save(step, items, metrics=metrics, force=True, reason=reason, custom_metadata=facts)
 
     def delete(self, step: int) -> None:
-        """Delete a step; collective over all processes of the strategy."""
+        """Delete a step; a collective call for all processes of the strategy."""
         with self._writing() as manager:
             manager.delete(step)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[CheckpointManager]:
-        """Yield the run's manager or, outside a ``fit``, a temporary one for a single call."""
+        """Yield the run's manager or, outside a ``fit``, a temporary one for this call."""
         without_local = replace(self._options, local=None)
         with contextlib.nullcontext(self.manager) if self.is_open else self._make(without_local) as manager:
             if self._manager is not None:
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Create a manager; with a second item if there are per-process data positions, now or in a saved step."""
+        """Create a manager, with a second item if there are per-process data positions, now or in a saved step."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries
@@ -369,14 +369,14 @@ def is_checkpoint(path: Place) -> bool:
     except InvalidLocationError:
         return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # do not open Lightning's own files, which may be on a network file system
+        return False  # does not open Lightning's own files, which may be on a network file system
     return (location / RECORD).exists() or bool(list_steps(location))
 
 
 def _checkpoint(restored: Any, source: Place) -> dict[str, Any]:
-    """Merge restored items into a Lightning checkpoint dictionary with the data position of this process."""
-    # If the number of processes has changed, the position has those of all saving processes as ``shares``. A process
-    # without a saved position gets that of process 0.
+    """Merge restored items into a Lightning checkpoint dictionary that has the data position of this process."""
+    # If the number of processes has changed, ``shares`` has the positions of all processes that saved. A process
+    # without a saved position uses that of process 0.
     tree, position = restored, None
     if isinstance(restored, dict) and "state_dict" not in restored and ITEM in restored:
         tree, position = restored[ITEM], restored.get(PROCESS)
@@ -427,7 +427,7 @@ def export_weights(step: Location, target: Location) -> None:
     target.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {  # exported entries; without ``value_types``, so that values of other types remain plain data
+_OF_THE_MODEL = {  # exported entries; excludes ``value_types``, so that values of other types remain plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -435,7 +435,7 @@ _OF_THE_MODEL = {  # exported entries; without ``value_types``, so that values o
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read those of the named checkpoint entries that the step has."""
+    """Read the named checkpoint entries, except those that the step does not have."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)

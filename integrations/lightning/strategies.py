@@ -1,8 +1,8 @@
 """The Lightning strategies that the callback supports, and how several processes save and load one checkpoint.
 
 Under DDP, parameters and optimizer states are identical in all processes; under FSDP2 and tensor parallelism, each
-process holds its shard of them as DTensors. Therefore each process saves them from its own memory. Everything else,
-such as buffers, callbacks and hyper-parameters, may differ between processes: it is saved from process 0, as in
+process holds its shards as DTensors. Therefore each process saves them from its own memory. Everything else,
+such as buffers, callbacks and hyper-parameters, may differ between processes: only process 0 saves its own, as in
 Lightning's own checkpoints.
 """
 
@@ -29,11 +29,11 @@ from ...engine.storage import Location
 from .private_api import averages_models, class_names, gathers_in_one_process
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
-_OWN_PROCESSES = {"XLAStrategy"}  # derives from DDPStrategy, but does not use torch.distributed
+_OWN_PROCESSES = {"XLAStrategy"}  # strategies that derive from DDPStrategy, but do not use torch.distributed
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # bytes; tensors of at least this size are broadcast by process 0 instead of sent through the store
+_LARGE = 1 << 20  # bytes; process 0 broadcasts tensors of at least this size instead of sending them through the store
 
 Path = tuple[Any, ...]
 
@@ -61,7 +61,7 @@ def check_strategy(trainer: Any) -> None:
 
 
 def can_save(strategy: Any) -> bool:
-    """Return whether the callback supports how a strategy distributes its state over processes."""
+    """Return whether the callback supports the way in which a strategy distributes its state over processes."""
     names = class_names(strategy)
     if names & _SAVE_BY_THEMSELVES:
         return False
@@ -69,7 +69,7 @@ def can_save(strategy: Any) -> bool:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Return whether the strategy shards parameters as DTensors, which it saves and loads itself."""
+    """Return whether the strategy shards parameters as DTensors, and saves and loads them itself."""
     return _SHARDED in class_names(strategy)
 
 
@@ -79,7 +79,7 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each saved name to its current name, as submodules may have been compiled, or no longer are."""
+    """Map each saved name to its current name, which differs if a submodule has been compiled, or no longer is."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
@@ -131,7 +131,7 @@ class SharedState:
         self._channel = torch.device("cpu") if torch.distributed.get_backend() == "gloo" else strategy.root_device
         self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # Excludes optimizers that shard their own state: they return all of it on process 0, and nothing elsewhere.
+        # Excludes optimizers that shard their own state: they return all of it in process 0, and nothing in the others.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)
@@ -141,7 +141,7 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree for this process to save; its large tensors are filled when all processes call ``fill``."""
+        """Return the tree that this process saves; its large tensors are filled when all processes call ``fill``."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         with contextlib.closing(group):
@@ -159,14 +159,14 @@ class SharedState:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
 
     def _is_in_every_process(self, path: Path, value: torch.Tensor) -> bool:
-        if hasattr(value, "placements"):  # a DTensor: each process has its own shard
+        if hasattr(value, "placements"):  # a DTensor, of which each process has its own shard
             return True
         if path[0] == "state_dict":
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return a leaf of process 0, or a placeholder if it is a large tensor or the other processes have it."""
+        """Return the leaf that process 0 sends: a placeholder for a large tensor, or for one that every process has."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
@@ -177,7 +177,7 @@ class SharedState:
         return _Sent(tuple(value.shape), value.dtype)
 
     def _filled(self, value: Any, path: Path, here: Any) -> Any:
-        """Return this process's leaf for one received from process 0; ``here`` is the local value at its path."""
+        """Return the leaf that replaces one received from process 0; ``here`` is the local value at its path."""
         if isinstance(value, _Sent):
             self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return self._large[-1]
@@ -208,7 +208,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores entries that have templates to match those, and all other entries as saved."""
+    """Restores entries that have a template to match it, and all other entries as saved."""
 
     shares_reads = True
 
@@ -236,7 +236,7 @@ class StateHandler(PyTreeCheckpointHandler):
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
-        # Add back containers without leaves, which a selection leaves out.
+        # Add back containers without leaves, because a selection leaves them out.
         return {**mapped(lambda _leaf, _path, saved: saved, rest, as_they_are), **parts}
 
 
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint, restored with the template, into the module and the optimizers."""
+        """Load a checkpoint that was restored with :meth:`template` into the module and the optimizers."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -295,7 +295,7 @@ def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict
 
 
 def _renamed(states: Sequence[Any], keys: Sequence[Mapping[Any, Any]]) -> list[Any]:
-    """Return the optimizer states with their parameter keys replaced through ``keys``."""
+    """Return the optimizer states with each parameter key replaced by its value in ``keys``."""
     return [
         {
             "state": {key[name]: moments for name, moments in state["state"].items()},

@@ -52,14 +52,14 @@ _Keys = tuple[str | int, ...]
 
 
 class _LeftError(Exception):
-    """Raised for a value that cannot be saved; the message is its type."""
+    """Raised for a value that cannot be saved; the message names its type."""
 
     def __init__(self, value: object) -> None:
         super().__init__(class_name(value))
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a Lightning checkpoint to a tree that the engine can save; also return a line per omitted entry."""
+    """Convert a Lightning checkpoint to a tree that the engine can save; also return a line for each omitted entry."""
     plain = _Plain()
     tree = plain.entries({name: checkpoint[name] for name in (*_FIRST, *checkpoint) if name in checkpoint}, ())
     if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need these versions to load older states. All are stored in one leaf, as there are many modules.
+        # Modules may need these versions to load older states. One leaf stores all, because there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -78,7 +78,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[str, Any]:
-    """Convert a tree that was loaded without a template to a Lightning checkpoint; tensors share its memory."""
+    """Convert a tree loaded without a template to a Lightning checkpoint whose tensors share the tree's memory."""
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(
@@ -149,7 +149,7 @@ class _Plain:
         if value_type in (set, frozenset) and not all(type(item) in PLAIN for item in value):
             raise _LeftError(value)
         if value_type in (list, tuple, set, frozenset):
-            # Not element by element: omitting one would shift the others, so an error omits the whole entry.
+            # An error omits the whole entry, because omitting a single element would shift the others.
             return value_type([self.value(item, (*keys, index)) for index, item in enumerate(value)])
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
@@ -187,9 +187,9 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 
 # ---- values of other types, such as those in hyper-parameters
 #
-# Paths are saved as strings, namespaces as dictionaries and dtypes by name, which every reader can use. The type names
-# are saved as well, so that Lightning gets the original values. Only the constructors in this table are called for
-# that; the program's own classes are used only if the program has already loaded them.
+# Paths are saved as strings, namespaces as dictionaries and dtypes by name: every reader can use these. The type names
+# are saved too, so that Lightning gets the original values. To restore them, only the constructors in this table are
+# called; the program's own classes are used only if the program has already loaded them.
 
 
 logger = logging.getLogger("holdfast")
@@ -197,7 +197,7 @@ logger = logging.getLogger("holdfast")
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 _LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # packages whose classes are saved by name
 
-# Saved type name -> the type, and the functions that convert a value to plain data and back.
+# Keyed by saved type name: the type, and the functions that convert a value to plain data and back.
 _CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "pathlib.Path": (pathlib.Path, str, pathlib.Path),
     "pathlib.PurePosixPath": (pathlib.PurePosixPath, str, pathlib.PurePosixPath),

@@ -26,7 +26,7 @@ except ImportError:
         "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
     ) from None
 
-# The names show whether another project's distribution `holdfast` is installed, whose modules would mix with these.
+# The names show whether another project's distribution `holdfast`, whose modules would mix with these, is installed.
 for _place in _sys.path:
     with _contextlib.suppress(OSError):
         for _name in _os.listdir(_place):
@@ -40,7 +40,7 @@ _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "stor
 
 
 def __getattr__(name):  # type checkers read __init__.pyi
-    """Load a public name on first use; for a name that is in a submodule, the error says which."""
+    """Load a public name on first use; if the name is in a submodule, the error says which one."""
     try:
         return _load(name)
     except AttributeError:
@@ -55,18 +55,18 @@ def __getattr__(name):  # type checkers read __init__.pyi
 
 
 def _instead_of(name):
-    """Return a hint about the counterpart of an Orbax name, to append to a message."""
+    """Return a hint about the counterpart of an Orbax name, to be appended to an error message."""
     return _importlib.import_module("holdfast.engine.foreign_arguments").object_instead_of(name)
 
 
 class _PeerModules:
-    """The last module finder on the meta path, as ``import holdfast.v1`` does not call ``__getattr__``."""
+    """The last module finder on the meta path, needed because ``import holdfast.v1`` does not call ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):
         package, _, module = name.rpartition(".")
         if package == __name__ and (hint := _instead_of(module)):
-            # no name=: with it, `from holdfast import args` would replace this error by one without the hint
+            # without name=, because `from holdfast import args` would then replace this error with one without the hint
             raise ModuleNotFoundError(f"No module named {name!r}{hint}")
 
 

@@ -1,4 +1,4 @@
-"""``python -m holdfast``: runs the command where its script is not on the PATH."""
+"""``python -m holdfast``: runs the command if its script is not on the PATH."""
 
 import sys
 

@@ -27,22 +27,22 @@ _PLAIN: dict[str, type] = {plain.__name__: plain for plain in (bool, int, float,
 
 
 def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_shape: bool = True) -> Any:
-    """Build the ``restore_args=`` for restoring a tree like a target: with its types, dtypes, shapes and shardings.
+    """Build the ``restore_args=`` that restore a tree like a target: with its types, dtypes, shapes and shardings.
 
     A saved dtype that differs from the target's is cast; a shape that differs is an error.
 
     Args:
-        target: The tree to restore like. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`; a bare
+        target: The tree to match. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`; a bare
             ``object()`` or ``...`` asks for what was saved. So does a :class:`~holdfast.reports.LeafMetadata`, as in
-            the trees that ``structure()`` returns: leaves of jax and torch stay theirs if the library is loaded, and
+            the trees that ``structure()`` returns: jax and torch leaves keep their type if the library is loaded, and
             become numpy arrays otherwise.
         sharding_tree: Shardings of jax arrays: one `jax.sharding.Sharding` for all; or a tree of them like the target,
-            which may end early with one for all leaves below, and may leave out keys. Leaves without one have the
+            which may end early with one for all leaves below, and may omit keys. Leaves without one get the
             target's sharding.
         set_global_shape: Whether to ask for the target's shapes; otherwise arrays have the shapes that were saved.
 
     Returns:
-        A tree like the target, of :class:`~holdfast.RestoreArgs`, and of :class:`~holdfast.ArrayRestoreArgs` for jax
+        A tree like the target, with :class:`~holdfast.RestoreArgs`, or :class:`~holdfast.ArrayRestoreArgs` for jax
         arrays.
 
     Raises:
@@ -81,7 +81,7 @@ def _args(value: Any, sharding: Any, set_global_shape: bool) -> RestoreArgs:
 
 
 def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -> RestoreArgs:
-    """Return the restore arguments for a leaf of which only the metadata is known."""
+    """Return the restore arguments for a leaf that is known only by its metadata."""
     jax, torch = loaded("jax"), loaded("torch")
     dtype = None if saved.dtype is None else _number(np.dtype(getattr(ml_dtypes, saved.dtype, saved.dtype)))
     if saved.kind == "jax" and jax is not None:

@@ -1,6 +1,6 @@
-"""Every error that holdfast raises on purpose; the ones most often caught are in `holdfast` itself, too.
+"""Every error that holdfast raises on purpose; those that programs catch most often are also in `holdfast` itself.
 
-Each also derives from a built-in exception, and :class:`HoldfastError` is the base of all.
+Each also derives from a built-in exception; :class:`HoldfastError` is their common base class.
 
 >>> import holdfast as hf
 >>> try:
