@@ -139,20 +139,17 @@ def _resumed(
                 differs[name] = resumed
             else:
                 made[name] = resumed
-    if [*made] != [*selected] and made.keys() == selected.keys() == {*leaf_names(structure)}:
-        saved = source.tree.select([leaf.name in selected for leaf in source.leaves])
-        structure = in_saved_order(structure, saved.structure)
-        made = {name: made[name] for name in leaf_names(structure)}
-    elif made.keys() != selected.keys() and structure is not None:
+    if structure is not None and [*made] != [*selected]:
+        saved = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
         asked = set(structure.segments)  # the template may cover only some of the checkpoint's extras
-        if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
-            try:
-                grown = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
-                structure = regrown(structure, grown)
-                names = leaf_names(structure)
-                made = {name: made.get(name) or new_leaf(name, selected[name].saved) for name in names}
-            except GrowthProblem as problem:
-                raise TreeMismatchError(f"{source.location}: the state has grown:", [str(problem)]) from None
+        try:
+            if made.keys() == {name for name in began if name.partition(".")[0] in asked} != selected.keys():
+                structure = regrown(structure, saved)
+            if selected.keys() == {*leaf_names(structure)}:
+                structure = in_saved_order(structure, saved)
+                made = {name: made.get(name) or new_leaf(name, selected[name].saved) for name in leaf_names(structure)}
+        except GrowthProblem as problem:
+            raise TreeMismatchError(f"{source.location}: the state has grown:", [str(problem)]) from None
     return structure, list(made.values()), differs
 
 

@@ -50,12 +50,16 @@ def of_numpy() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "make", [dict, lambda **entries: {"model": torch.nn.Linear(1, 1), **entries}], ids=["tree", "live"]
 )
-def test_dictionaries_come_back_in_the_order_of_their_keys(make: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("grows", [False, True])
+def test_dictionaries_come_back_in_the_order_of_their_keys(
+    make: Callable[..., Any], grows: bool, tmp_path: Path
+) -> None:
     """A cache that drops its oldest entry depends on it."""
 
     def begin(checkpoint: hf.CheckpointCallback) -> Any:
         cache = OrderedDict(a=np.zeros(1), b=np.ones(1), c={"x": 1, "y": 2})
-        return checkpoint.restore_or_initialize(make(cache=cache, plain={"a": 1, "b": {"x": np.ones(1), "y": 2}}))[0]
+        plain = {"a": 1, "b": {"x": np.ones(1), "y": 2}}
+        return checkpoint.restore_or_initialize(make(cache=cache, plain=plain, more=[]))[0]
 
     def orders(state: Any) -> list[list[str]]:
         return [[*state["cache"]], [*state["cache"]["c"]], [*state["plain"]], [*state["plain"]["b"]]]
@@ -66,12 +70,14 @@ def test_dictionaries_come_back_in_the_order_of_their_keys(make: Callable[..., A
         for entries in (state["plain"], state["plain"]["b"], state["cache"]["c"]):
             first = next(iter(entries))
             entries[first] = entries.pop(first)
+        state["more"].extend([1.0, 2.0] if grows else [])
         checkpoint.on_step(1, state)
     with hf.CheckpointCallback(tmp_path) as again:
         restored = begin(again)
     assert orders(restored) == orders(state) == [["b", "c", "a"], ["y", "x"], ["b", "a"], ["y", "x"]]
     assert restored["cache"]["a"] == 0
     assert restored["plain"]["a"] == 1
+    assert restored["more"] == state["more"]
 
 
 @jax.jit
