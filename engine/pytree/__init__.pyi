@@ -132,4 +132,5 @@ from .transform import plan_transformations as plan_transformations
 from .transform import unfilled_error as unfilled_error
 from .ways import MISSING as MISSING
 from .ways import Ways as Ways
+from .ways import is_optimizer as is_optimizer
 from .ways import leaves_of as leaves_of

@@ -130,7 +130,7 @@ class Ways:
                 continue
             children = _children(value)
             count += len(children)
-            if _is_optimizer(value):
+            if is_optimizer(value):
                 optimizers.append(way)
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
@@ -200,7 +200,7 @@ def _children(value: Any) -> list[_Child]:
         return []
     if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
-    if _is_optimizer(value):
+    if is_optimizer(value):
         return list(_of_optimizer(value))
     is_object_of_nnx = is_nnx(value)
     if not is_object_of_nnx and _is_variable(value):
@@ -216,7 +216,7 @@ def _children(value: Any) -> list[_Child]:
     return []
 
 
-def _is_optimizer(value: Any) -> bool:
+def is_optimizer(value: Any) -> bool:
     return loaded("torch") is not None and isinstance(value, torch.optim.Optimizer)
 
 

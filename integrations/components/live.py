@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import OptionError, UnsupportedLeafError
-from ...engine.pytree import PLAIN, is_jax_array, is_nnx, is_torch_tensor
+from ...engine.pytree import PLAIN, is_jax_array, is_nnx, is_optimizer, is_torch_tensor
 from ...engine.stateful import ActorState, adapted, is_stateful
-from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes, unwrapped
+from ..graph import Part, Path, is_actor_class, is_module, nnx_children, tracked_attributes, unwrapped
 from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the constructor arguments

@@ -32,6 +32,7 @@ from ...engine.pytree import (
     expand,
     flatten,
     is_leaf,
+    is_optimizer,
     is_python_value,
     is_torch_tensor,
     pack_tree,
@@ -51,7 +52,6 @@ from ..graph import (
     StoredGraph,
     capture,
     format_node_path,
-    is_optimizer,
     walk,
 )
 from .live import LiveComponent, discovered, is_component, live_tree

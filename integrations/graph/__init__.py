@@ -8,7 +8,6 @@ from .frameworks import (
     OptionSlot,
     accumulated,
     is_module,
-    is_optimizer,
     keras_kind,
     nnx_children,
     set_accumulated,

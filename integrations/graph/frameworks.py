@@ -41,11 +41,6 @@ def is_module(value: object) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
 
-def is_optimizer(value: object) -> bool:
-    torch = loaded("torch")
-    return torch is not None and isinstance(value, torch.optim.Optimizer)
-
-
 def is_uninitialized(tensor: Any) -> bool:
     """True if a tensor is a lazy module's parameter that has no shape yet."""
     torch: Any = loaded("torch")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...engine.pytree import NUMBERS, is_python_value, is_torch_tensor, unescape_key
-from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
+from ...engine.pytree import NUMBERS, is_optimizer, is_python_value, is_torch_tensor, unescape_key
+from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options
 from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, Attachment, PartSlot, PartState, Path, Slot, format_node_path

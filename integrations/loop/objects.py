@@ -27,6 +27,7 @@ from ...engine.pytree import (
     is_jax_abstract,
     is_jax_array,
     is_nnx,
+    is_optimizer,
     is_python_value,
     is_torch_tensor,
     loaded,
@@ -50,8 +51,7 @@ _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax",
 
 def is_versioned(value: object) -> bool:
     """Return whether a value is a torch module or optimizer, whose tensors have version counters."""
-    torch: Any = loaded("torch")
-    return (torch is not None and isinstance(value, torch.optim.Optimizer)) or _is_module(value)
+    return is_optimizer(value) or _is_module(value)
 
 
 def is_component(value: object) -> bool:
