@@ -1,4 +1,4 @@
-"""The processes of a program: how they find each other, exchange values and wait for each other."""
+"""Communication between the processes of a program: discovery, exchange of values, and barriers."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""All-gathers of bytes within teams of processes, through the collective operations of torch or JAX.
+"""All-gathers of bytes within teams of processes, using the collective operations of torch or JAX.
 
-These are the only collective operations in this package. Restores use them in the program's thread, after all
-processes have agreed to begin, so that no process enters one alone. Each has a deadline.
+These are the only collective operations in this package. A restore runs them in the program's own thread, and only
+after all processes have agreed to start, so that no process starts one alone. Each of them has a deadline.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .torch_store import TorchCoordinator
 
 Bytes = NDArray[np.uint8]
 Teams = tuple[tuple[int, ...], ...]  # equal-sized groups that partition the program's processes
-AllGather = Callable[[Bytes], Bytes]  # takes this process's bytes; returns one row of bytes per team member
+AllGather = Callable[[Bytes], Bytes]  # takes the bytes of this process and returns one row of bytes per team member
 
 
 class Transport(Protocol):
     """A transport that sends bytes between the processes of a program."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Connect the teams; all processes must call this, and later the result, the same number of times.
+        """Return an all-gather for the teams. All processes must call this and the result the same number of times.
 
         Args:
             name: A string that is the same on all processes and unique to this connection.
             teams: The teams.
             index: The index of this process.
             nbytes: Number of bytes that each process sends per all-gather, a multiple of 8.
-            timeout: Time limit in seconds for connecting, and for each all-gather.
+            timeout: Time limit, in seconds, for the connection and for each all-gather.
         """
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Transport(Protocol):
 
 
 def transport_of(coordinator: Coordinator) -> Transport | None:
-    """Return the transport for a coordinator's processes; None if they have no collective operations."""
+    """Return the transport for a coordinator's processes; None if no collective operations are available."""
     if isinstance(coordinator, JaxCoordinator):
         return JaxTransport()
     if isinstance(coordinator, TorchCoordinator) and sys.modules["torch.distributed"].is_gloo_available():
@@ -52,8 +52,8 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 class TorchTransport:
     """Gloo process groups that exchange host memory, separate from the program's own groups."""
 
-    # In a group, each process has a socket to every other one. So a larger team forms a grid that gathers along its
-    # rows, then along its columns.
+    # Each process in a group has a socket to every other member, so larger teams form a grid of groups, which gathers
+    # along its rows first and then along its columns.
     largest_group = 64
 
     def __init__(self, coordinator: TorchCoordinator) -> None:
@@ -95,7 +95,7 @@ class JaxTransport:
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # the two may differ until the program uses its devices
+        if jax.process_index() != index:  # the two indices may differ until the program uses its devices
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
@@ -117,4 +117,4 @@ class JaxTransport:
         return all_gather
 
     def close(self) -> None:
-        """A no-op, because nothing stays open."""
+        """Do nothing, because no connection stays open."""

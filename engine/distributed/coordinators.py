@@ -1,4 +1,4 @@
-"""Coordinators: the processes of a program, and a small key-value store that connects them.
+"""Coordinators, which represent the processes of a program and the key-value store that connects them.
 
 A program has one process, or several connected by ``jax.distributed`` or ``torch.distributed`` (`torch_store.py`).
 """
@@ -20,7 +20,7 @@ from .torch_store import TorchCoordinator
 T = TypeVar("T")
 
 _SECOND_CHANCE = 1.0  # timeout in seconds for a store that has not answered the last call, and for ending a wait
-SHARE = 8  # largest divisor by which the timeout of a later wait is reduced
+SHARE = 8  # maximum factor by which a timeout is shortened after earlier timeouts
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store has not answered the last call
 
@@ -32,10 +32,10 @@ class ProcessInfo:
     Attributes:
         index: The index of this process, from 0.
         count: The number of processes.
-        token: A string that is unique to this save and the same on all processes; part of its file names.
-        awaited: Set when a training loop that runs during the save starts to wait for it; None: no training loop
-            runs meanwhile.
-        shared: Whether all processes write to the same place; if not, each host writes to its own.
+        token: A string that is unique to this save and the same on all processes. It is part of the file names.
+        awaited: An event that is set when a training loop starts to wait for the save. None means that no training
+            loop runs during the save.
+        shared: Whether all processes write to the same directory; if not, each host writes to its own directory.
     """
 
     index: int = 0
@@ -46,14 +46,14 @@ class ProcessInfo:
 
 
 class Coordinator(Protocol):
-    """The processes of a program, and the key-value store that they share.
+    """The processes of a program and the key-value store that they share.
 
-    Keys are strings, values are bytes. Any thread may call any method, and a waiting call does not block the others.
-    No method is a collective operation on devices, so a background thread never delays a training step. `Rendezvous`
-    builds broadcasts, gathers and barriers on it.
+    Keys are strings, and values are bytes. Any thread may call any method, and a waiting call does not block others. No
+    method is a collective operation on devices, so calls from a background thread never delay a training step.
+    `Rendezvous` implements broadcasts, gathers and barriers on top of these methods.
 
-    Coordinators can be weakly referenced. All methods raise ConnectionError when the store is gone, usually along with
-    the process that hosted it.
+    Coordinators support weak references. All methods raise ConnectionError if the store is gone, usually because the
+    process that hosted it has ended.
     """
 
     @property
@@ -68,8 +68,8 @@ class Coordinator(Protocol):
         """Store a value for all processes.
 
         Args:
-            key: Names separated by slashes. No key may be another key followed by a slash and more, unless both are
-                deleted together: some stores treat the shorter one as a folder.
+            key: Names separated by slashes. A key must not be the parent path of another key unless both are deleted
+                together, because some stores treat it as a folder.
             value: At most 512 KiB.
         """
 
@@ -79,8 +79,8 @@ class Coordinator(Protocol):
         Args:
             key: The key.
             timeout: Maximum time to wait, in seconds.
-            waited: How long the caller has already waited for this value, in seconds. The longer this is, the less
-                often a store is polled.
+            waited: Time, in seconds, for which the caller has already waited for this value. The longer it is, the
+                less often the store is polled.
 
         Raises:
             TimeoutError: No process has stored the value within ``timeout``.
@@ -93,16 +93,16 @@ class Coordinator(Protocol):
         """Return several values in one or a few requests, without waiting; None if any of them has not been stored.
 
         Args:
-            keys: At least one key, all with the same part before the last slash.
+            keys: At least one key. All keys must be equal up to the last slash.
         """
 
     def delete(self, key: str) -> None:
-        """Delete a value, if there is one."""
+        """Delete a value if it exists."""
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value after `get` has raised, if this process will not ask for the value again.
+        """End the wait for a value after `get` has raised an error, if this process will not request it again.
 
-        Other processes may still wait for it. A no-op for stores whose waits end by themselves.
+        Other processes may still wait for the value. This is a no-op for stores whose waits end by themselves.
         """
 
 
@@ -120,29 +120,29 @@ class Alone:
         self._values[key] = value
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        """Return a value; raise TimeoutError at once if it is missing, because no other process can store it."""
+        """Return a value. If it is missing, raise TimeoutError at once, because no other process can store it."""
         if key not in self._values:
             raise TimeoutError(f"{key} was not stored, and there is no other process")
         return self._values[key]
 
     def try_get(self, key: str) -> bytes | None:
-        """Return a value, or None if there is none."""
+        """Return a value, or None if it has not been stored."""
         return self._values.get(key)
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return all values, or None if any of the keys has no value."""
+        """Return several values, or None if any of them has not been stored."""
         return [self._values[key] for key in keys] if self._values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
-        """Delete a value, if there is one."""
+        """Delete a value if it exists."""
         self._values.pop(key, None)
 
     def give_up(self, key: str) -> None:
-        """A no-op, because no call waits."""
+        """Do nothing, because calls never wait."""
 
 
 class JaxCoordinator:
-    """The processes of a jax program, and the key-value store of jax's coordination service."""
+    """The processes of a jax program and the key-value store of jax's coordination service."""
 
     # The service runs in process 0. jax aborts all other processes at once if process 0 dies, and
     # ``heartbeat_timeout_seconds`` after another process dies, unless ``jax_enable_recoverability`` is set.
@@ -161,7 +161,7 @@ class JaxCoordinator:
             with _jax_error(key):
                 return bytes(self._client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000))))
         except TimeoutError:
-            late = self.try_get(key)  # the timeout may have been too short for any answer
+            late = self.try_get(key)  # the timeout may have been too short for any response
             if late is None:
                 raise
             return late
@@ -183,16 +183,16 @@ class JaxCoordinator:
         return [values[key] for key in keys] if values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
-        with _jax_error(key):  # also deletes all values whose keys continue after a slash
+        with _jax_error(key):  # the service also deletes all keys below this one
             self._client.key_value_delete(key)
 
     def give_up(self, key: str) -> None:
-        """A no-op, because a wait in the service ends at its deadline."""
+        """Do nothing, because a wait in the service ends at its deadline."""
 
 
 @contextlib.contextmanager
 def _jax_error(key: str) -> Iterator[None]:
-    """Convert the client's errors, RuntimeErrors whose text begins with a status, to built-in exceptions."""
+    """Convert the client's RuntimeErrors, whose text begins with a status, to more specific built-in exceptions."""
     try:
         yield
     except RuntimeError as error:
@@ -207,9 +207,9 @@ def _jax_error(key: str) -> Iterator[None]:
 class BoundedCoordinator:
     """A coordinator whose calls raise ConnectionError if its store does not answer for ``limit`` seconds.
 
-    A store that is gone closes its connections. But a store whose process is stopped, or whose machine has vanished,
-    does not answer, and clients such as torch's wait without a deadline. So each call runs in a thread, which is
-    abandoned at the deadline. After the first abandoned call, others wait only a second, until one is answered.
+    If the process that hosts the store is stopped or its machine is unreachable, connections stay open, and clients
+    such as torch's wait without a deadline. Each call therefore runs in a thread that is abandoned at the deadline.
+    After a call has been abandoned, further calls wait only for a second until the store answers one.
     """
 
     def __init__(self, coordinator: Coordinator, limit: float) -> None:
@@ -241,11 +241,11 @@ class BoundedCoordinator:
                 call_within(self._again, self._answered, lambda store: store.give_up(key))
 
     def monotonic(self) -> float:
-        """Return the current time in seconds, on the clock that measures deadlines."""
+        """Return the current time, in seconds, of the clock used for deadlines."""
         return time.monotonic()
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
-        """Make several calls with a single deadline; they may wait up to ``waits`` seconds for other processes."""
+        """Make several calls under one deadline, which includes ``waits`` seconds of waiting for other processes."""
         if self.process_count == 1:
             return work(self.unbounded)
         limit = self._again if self.unbounded in _silent else self._limit
@@ -265,26 +265,26 @@ class BoundedCoordinator:
 
 
 class DeadlinePassedError(Exception):
-    """A call did not return in time; its thread was abandoned."""
+    """A call did not return in time, and its thread was abandoned."""
 
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     """Call a function in a thread, because it may never return; raise DeadlinePassedError after ``seconds``."""
-    from concurrent.futures import Future  # imported lazily: only multi-process programs need it
+    from concurrent.futures import Future  # imported lazily because only multi-process programs need it
 
     answer: Future[T] = Future()
 
     def call() -> None:
         try:
             answer.set_result(work(*inputs))
-        except BaseException as error:  # raised again in the waiting thread
+        except BaseException as error:  # the waiting thread raises it again
             answer.set_exception(error)
 
     threading.Thread(target=call, name="holdfast-store", daemon=True).start()
     try:
         return answer.result(seconds)
     except TimeoutError:
-        if answer.done():  # raised by the function itself, or the function has just ended
+        if answer.done():  # the function itself has raised the error, or it has just returned
             return answer.result()
         raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
 
@@ -292,18 +292,18 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
 def current_coordinator() -> Coordinator:
     """Return the coordinator that connects the processes of this program.
 
-    It uses ``jax.distributed`` if that has been initialized with more than one process, otherwise
-    ``torch.distributed`` if that has been initialized with a world size above one; otherwise it is `Alone`. The call is
-    cheap: it does not import or initialize anything, and does not communicate.
+    It is based on ``jax.distributed`` or ``torch.distributed``, in this order of preference, if that has been
+    initialized with more than one process; otherwise, it is `Alone`. The call is cheap, because it does not import or
+    initialize anything and does not communicate.
 
     Returns:
-        The coordinator; the same object for as long as the connection lasts.
+        The coordinator, which is the same object as long as the connection lasts.
     """
     return _of_jax() or _of_torch() or _ALONE
 
 
 def primary_host() -> str | None:
-    """Return the host name of process 0, as the program gave it to jax or torch; None if unknown."""
+    """Return the host name of process 0 that was passed to jax or torch; None if it is unknown."""
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     address = getattr(state, "coordinator_address", None)
     return str(address).rpartition(":")[0].strip("[]") if address else os.environ.get("MASTER_ADDR")
@@ -320,17 +320,17 @@ def machine_identity() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
-        import socket  # needed only on systems other than Linux
+        import socket  # only needed on systems other than Linux
 
         return socket.gethostname()
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # from library to client (or weak reference to the group) and coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # client or weak reference to the group, and coordinator, by library
 
 
 def _of_jax() -> JaxCoordinator | None:
-    # Not jax's public functions, which would select and start a backend.
+    # jax's public functions are avoided because they would select and start a backend.
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     client = getattr(state, "client", None)
     if client is None or (state.num_processes or 1) < 2:
@@ -342,7 +342,7 @@ def _of_jax() -> JaxCoordinator | None:
         _current["jax"] = client, coordinator
     backends = sys.modules.get("jax._src.xla_bridge")
     if backends is not None and backends.backends_are_initialized():
-        # Arrays use the backend's process indices, which may differ from those of the service (on TPUs).
+        # Arrays use the process indices of the backend, which may differ from the service's on TPUs.
         coordinator.process_index = int(sys.modules["jax"].process_index())
     return coordinator  # type: ignore[no-any-return]
 
@@ -356,7 +356,7 @@ def _of_torch() -> TorchCoordinator | None:
     group = distributed.group.WORLD
     reference, coordinator = _current.get("torch", (None, None))
     if reference is None or reference() is not group:
-        # No lock is needed: if another thread creates a coordinator meanwhile, it reaches the same store.
+        # No lock is needed, because a coordinator that another thread creates at the same time uses the same store.
         reference = weakref.ref(group)
         coordinator = _connect(distributed, reference) if distributed.get_world_size() > 1 else None
         _current["torch"] = reference, coordinator

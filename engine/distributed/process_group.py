@@ -1,4 +1,4 @@
-"""Joint operations of all processes: process 0 decides for all, or they exchange values."""
+"""Joint operations of all processes, in which process 0 decides for all or the processes exchange values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _T = TypeVar("_T")
-_WORK = 7 * 24 * 3600.0  # seconds; may be long, because the others learn within seconds if process 0 fails or dies
+_WORK = 7 * 24 * 3600.0  # seconds; may be long, because a failure of process 0 reaches the others within seconds
 _MOST_LINES = 100  # maximum number of differences reported to all processes
 
 
 class ProcessGroup:
-    """The processes of a program; all of them must call the same methods in the same order."""
+    """The processes of a program, which must all call the same methods in the same order."""
 
     def __init__(self, name: str, coordinator: Coordinator | None, timeout: float) -> None:
         self._coordinator = current_coordinator() if coordinator is None else coordinator
         self._name = name
-        self._block: Rendezvous | None = None  # the rendezvous of the current :meth:`together`
+        self._block: Rendezvous | None = None  # the rendezvous of the current :meth:`together` block
         self.timeout = timeout
 
     @property
@@ -40,15 +40,15 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is process 0, which does the work that only one process has to do."""
+        """Whether this is process 0, which does all work that only one process has to do."""
         return self.index == 0
 
     def transport(self) -> Transport | None:
-        """Return the transport for arrays between processes; None for a single process, or if no transport exists."""
+        """Return the transport that sends arrays between processes; None if there is none or only one process."""
         return None if self.alone else transport_of(self._coordinator)
 
     def rendezvous(self, what: str) -> Rendezvous | None:
-        """Return the rendezvous for the next joint operation, or None for a single process."""
+        """Return the rendezvous for the next joint operation; None if there is only one process."""
         return None if self.alone else self._meet(f"{self._name}: {what}")
 
     def _meet(self, name: str) -> Rendezvous:
@@ -61,7 +61,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a block on all processes and wait for all to finish; a failure raises PeerFailedError on the others."""
+        """Run a block on all processes and wait for all of them. If one fails, the others raise PeerFailedError."""
         if self.alone or self._block is not None:
             yield
             return
@@ -70,14 +70,14 @@ class ProcessGroup:
                 yield
                 self._block.barrier("done", self.timeout)
             except BaseException as error:
-                if not isinstance(error, PeerFailedError):  # otherwise the others already know of it
+                if not isinstance(error, PeerFailedError):  # the other processes already know about a PeerFailedError
                     self._block.fail(error)
                 raise
             finally:
                 self._block = None
 
     def compare(self, what: str, mine: Mapping[str, Any]) -> None:
-        """Raise StateError on all processes, with both values, if a value on any of them differs from process 0's."""
+        """Raise StateError on all processes if any value differs from process 0's; the message shows both values."""
         if differences := self._agreed(None if self.alone else self._meet(what), mine, _differences):
             text = (
                 f"{what} differ between the processes; give all of them the same, or let each work alone, with "
@@ -94,8 +94,8 @@ class ProcessGroup:
         work_timeout: float | None = None,
     ) -> _T:
         """Call ``work`` on process 0, without waiting for the others, and return its JSON result on all processes."""
-        # The others raise PeerFailedError if the work fails, a BarrierTimeoutError if process 0 does not answer within
-        # ``work_timeout`` (None: ``self.timeout``), and StateError if their ``arguments`` differ from process 0's.
+        # The other processes raise PeerFailedError if the work fails, BarrierTimeoutError if it takes longer than
+        # ``work_timeout`` (default ``self.timeout``), and StateError if their ``arguments`` differ from process 0's.
         rendezvous = self.rendezvous(what)
         if rendezvous is None:
             return work(*inputs)
@@ -123,16 +123,16 @@ class ProcessGroup:
             return result
 
     def barrier(self, what: str) -> None:
-        """Wait until all processes have called this."""
+        """Wait until all processes have called this method."""
         self.first(what, None)
 
     def first(self, what: str, value: Any) -> tuple[int, Any] | None:
-        """Return, on all processes, the first process whose value is not None, and the value; None if there is none."""
+        """Return the index and value of the first process whose value is not None; None if there is no such process."""
         first = self.agree(what, value, _first)
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Call ``work`` on process 0 with the JSON values of all; return its result or raise its OptionError on all."""
+        """Call ``work`` on process 0 with the values of all, and return its result or raise its OptionError on all."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -156,7 +156,6 @@ class ProcessGroup:
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each value that differs from process 0's."""
     first, *others = values
     lines = [
         f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
@@ -178,5 +177,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if no other process calls it; others wait ``start_secs`` for it to start."""
+    """Run long work on process 0, even if no other process calls this. Others wait ``start_secs`` for its start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -1,8 +1,8 @@
-"""Broadcasts, gathers, summaries and barriers over a coordinator's store, all with a timeout.
+"""Broadcasts, gathers, summaries and barriers with timeouts, based on a coordinator's key-value store.
 
-The store accepts only small values, so longer ones are split into parts. Process 0 deletes the keys of a rendezvous
-once all processes have closed it. Every coordinator call has a deadline, so that a frozen process that hosts the store
-does not block the others forever.
+The store accepts only small values, so longer values are split into parts. Process 0 deletes the keys of a rendezvous
+after all processes have closed it. Every call to the coordinator has a deadline, so that the other processes do not
+wait forever if the process that hosts the store is frozen.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .coordinators import SHARE, BoundedCoordinator, Coordinator
 
 _logger = logging.getLogger("holdfast")
 
-# Maximum size in bytes of a value under one key: jax's service accepts 4 MiB, a torch TCPStore 8 MiB.
+# Maximum size in bytes of the value of one key. jax's service would accept 4 MiB, and torch's TCPStore 8 MiB.
 PART_SIZE = 512 * 1024
 
 _HEADER = struct.Struct("<QI")  # length and CRC-32C of the value
 _FIRST_PART = PART_SIZE - _HEADER.size
 _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
 _LONGEST_WAIT = 1.0
-_WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 a second over all waiting processes
+_WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor for a wait for process 0, which may itself be waiting; 2 in total, including the time to end a wait.
+# Timeout factor for a wait for process 0 if that may wait as well; with the time to end a wait, the total is 2.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next wait gets the smallest share
-_SILENCE = 600.0  # default time limit in seconds for an answer from the store
-_MESSAGE_LIMIT = 4000  # maximum characters of an error message that is sent to the other processes
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted if such a wait times out: the next wait gets the least time
+_SILENCE = 600.0  # default time limit in seconds for a response from the store
+_MESSAGE_LIMIT = 4000  # maximum length in characters of an error message that is sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
 _MOST_KEYS = 4000  # maximum number of keys that a process reports for deletion
 
@@ -52,10 +52,10 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 
 @dataclass(slots=True)
 class _Misses:
-    """The number of consecutive waits that have missed each process."""
+    """For each process, the number of consecutive waits in which it was missing."""
 
     counts: Counter[int] = field(default_factory=Counter)  # keyed by process index
-    until: float = 0.0  # expiry time; a wait that begins later starts a new count
+    until: float = 0.0  # expiry time; a wait that begins later resets the counts
 
     def share(self) -> int:
         """Return the divisor for the timeout of the next wait."""
@@ -65,7 +65,7 @@ class _Misses:
 def next_rendezvous(
     coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
 ) -> Rendezvous:
-    """Create a rendezvous named ``name`` plus a number; the store must answer within ``limit`` seconds."""
+    """Create a rendezvous whose name is ``name`` plus a running number; see `Rendezvous` for the other arguments."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
@@ -75,20 +75,20 @@ def next_rendezvous(
 class Rendezvous:
     """One joint operation of all processes of a program, such as a save.
 
-    Every process creates a rendezvous of the same name and calls the same operations in the same order, from one thread
-    at a time; only `fail` may be called from any thread at any time. Each operation can use a topic only once. An
-    operation that waits raises
+    Every process creates a rendezvous with the same name and calls the same methods in the same order, from one thread
+    at a time. Only `fail` may be called from any thread at any time. Each method can use a topic only once. Methods
+    that wait raise
 
-    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
-      misses a process halves this time, so that all of them together take less than twice the timeout. A wait that
-      begins more than one timeout after the previous wait gets the full time again,
-    - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, if
-      the store is gone, and if it has not answered for ``limit`` seconds.
+    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive timeout
+      halves the time for the next wait, so that together they take less than twice the timeout. A wait that begins more
+      than one timeout after the previous wait gets the full time again.
+    - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, and
+      also if the store is gone or has not answered for ``limit`` seconds.
 
-    A rendezvous ``within`` another one also ends when a process calls `fail` on the outer one.
+    A rendezvous ``within`` another one also fails if a process calls `fail` on the outer one.
 
-    Process 0 is the hub: `summarize` costs every other process one message to it and one back. No process receives the
-    values of all others, whose total size would grow with the square of the number of processes.
+    Process 0 is the hub. In `summarize`, every other process sends it one message and receives one. Values are not
+    distributed to all processes, because the traffic would grow with the square of the number of processes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Rendezvous:
         self._closed = False
 
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
-        """Return process 0's value; with ``gathered``, process 0 itself waits for others before it sends the value."""
+        """Return the value of process 0. With ``gathered``, process 0 may wait for others before it sends the value."""
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:
@@ -121,7 +121,7 @@ class Rendezvous:
             return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
-        """Return the values of all processes on process 0, the only one that waits, and None on the others."""
+        """On process 0, wait for the values of all processes and return them. On the others, return None at once."""
         self.check()
         key = self._key("gather", topic, self.index)
         if self.index:
@@ -130,7 +130,7 @@ class Rendezvous:
         return [value, *self._collect("gather", topic, timeout, discard=True)]
 
     def summarize(self, topic: str, value: bytes, timeout: float, summary: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """Call ``summary`` on process 0 with the values of all processes, in order; return its result on every one."""
+        """Call ``summary`` on process 0 with the values of all processes in order, and return its result on all."""
         self.check()
         self._put(self._key("summarize", topic, self.index), value)
         key = self._key("summary", topic, 0)
@@ -161,9 +161,9 @@ class Rendezvous:
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
 
     def _let_others_hear(self, failed: int) -> None:
-        """On process 0, whose exit may end the store, wait until the other processes have learned of a failure."""
+        """On process 0, whose exit may end the store, wait until the other processes have noticed a failure."""
         key = f"{self._prefix}/heard"
-        with contextlib.suppress(Exception):  # the others are not waiting for anything, or have ended
+        with contextlib.suppress(Exception):  # the other processes may not be waiting, or may have ended
             if self.index:
                 self.coordinator.put(f"{key}/{self.index}", b"heard")
                 return
@@ -173,7 +173,7 @@ class Rendezvous:
                     self.coordinator.get(f"{key}/{process}", max(until - self.coordinator.monotonic(), 0.001))
 
     def fail(self, error: BaseException) -> None:
-        """Report to all other processes that this process has failed, and why. Never raises."""
+        """Report to all other processes why this process has failed. This method never raises an error."""
         failure = {
             "process": self.index,
             "error": type(error).__name__,
@@ -185,7 +185,7 @@ class Rendezvous:
             _logger.debug("%s: this failure could not be reported to the other processes: %s", self.name, problem)
 
     def close(self) -> None:
-        """End this process's part, without waiting or raising. Process 0 deletes the keys once all have closed."""
+        """Leave the rendezvous without waiting or raising. Process 0 deletes the keys after all processes have left."""
         if self._closed:
             return
         self._closed = True
@@ -201,7 +201,7 @@ class Rendezvous:
                 retired = _retired.setdefault(coordinator, [])
                 retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
                 del retired[:-_MOST_RETIRED]
-                # The other processes may have closed earlier rendezvous by now, and may still use this one.
+                # Other processes may still use this rendezvous, but may have closed earlier ones by now.
                 retired[:] = [rendezvous for rendezvous in retired if not rendezvous.sweep(coordinator)]
 
         try:
@@ -213,12 +213,12 @@ class Rendezvous:
     def _waiting(
         self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Yield the deadline for a block that waits; on a timeout, count ``missing`` processes, else reset counts."""
+        """Yield the deadline of a wait. On a timeout, count a miss for each missing process; otherwise, reset counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
             if now > misses.until:
-                misses.counts.clear()  # the program has continued since: a slow process gets the full timeout again
+                misses.counts.clear()  # the program has continued, so a slow process gets the full timeout again
             timeout /= misses.share()
         try:
             yield now + timeout
@@ -249,7 +249,7 @@ class Rendezvous:
         parts = split_value(value)
         keys = part_keys(key, len(value))
         with self._connected():
-            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # write the awaited first part last
+            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # others wait for the first part
                 self.coordinator.put(part_key, part)
         self._stored += keys
 
@@ -281,11 +281,11 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # to be deleted, because the store may still contain a value that ended the wait
+            self._stored.append(key)  # to be deleted, because the store may contain a value that ended the wait
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
-        """Wait, on process 0, for the values of all other processes."""
+        """On process 0, wait for the values of all other processes."""
         awaited = [self._key(operation, topic, process) for process in range(1, self.count)]
         values: list[bytes] = []
 
@@ -321,7 +321,7 @@ class Rendezvous:
         self._deleted.update(keys)
 
     def _missing(self, operation: str, topic: str, first: int = 0) -> list[int]:
-        """Return the processes from ``first`` on whose values are missing; takes few requests if few are missing."""
+        """Bisect to find the processes whose values are missing, starting from process ``first``."""
         folder = f"{self._prefix}/{operation}/{_quoted(topic)}"
         keys = {_process_key(folder, process): process for process in range(first, self.count)}
 
@@ -352,7 +352,7 @@ class Rendezvous:
 
 
 def missed_a_process(error: BaseException | None) -> bool:
-    """Return whether an error means that a process or the store did not answer, here or on another process."""
+    """Return whether an error, here or on another process, means that a process or the store did not answer."""
     if isinstance(error, PeerFailedError):
         return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
     return isinstance(error, BarrierTimeoutError)
@@ -360,14 +360,14 @@ def missed_a_process(error: BaseException | None) -> bool:
 
 @dataclass(slots=True)
 class _Retired:
-    """A rendezvous that process 0 has closed, but some other processes have not."""
+    """A rendezvous that process 0 has closed, but other processes may still use."""
 
     keys: list[str]
     deleted: set[str]
-    pending: list[list[str]]  # keys that the other processes store on closing, one list per folder
+    pending: list[list[str]]  # keys that the other processes write when they close it, one list per folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
-        """Delete all keys and return True if all processes have closed the rendezvous."""
+        """If all processes have closed the rendezvous, delete all its keys and return True."""
         while self.pending:
             if (reports := coordinator.try_get_all(self.pending[-1])) is None:
                 return False
@@ -381,18 +381,18 @@ class _Retired:
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # imported lazily: only multi-process programs need it
+    from urllib.parse import quote  # imported lazily because only multi-process programs need it
 
     return quote(text, safe="")
 
 
 def _process_key(folder: str, process: int) -> str:
-    """Return the key for one process's value; jax's service reads whole folders, so each folder has few keys."""
+    """Return the key of a process's value. Folders contain few keys because jax's service reads whole folders."""
     return f"{folder}/{process // _MOST_AT_ONCE}/{process}"
 
 
 def _folder_end(process: int) -> int:
-    """Return the next process whose keys are in another folder."""
+    """Return the first process after ``process`` whose keys are in another folder."""
     return (process // _MOST_AT_ONCE + 1) * _MOST_AT_ONCE
 
 

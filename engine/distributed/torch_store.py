@@ -1,4 +1,4 @@
-"""The coordinator for torch programs, on the store through which their processes find each other."""
+"""The coordinator for torch programs, which uses the store that ``torch.distributed`` was initialized with."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
-_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests a second from all processes
-_NO_DEADLINE = timedelta(days=20)  # in milliseconds, it fits the integer type that c10d uses for timeouts
-_SECONDS_TO_END = 2.0  # time for an abandoned wait to end
-_IDLE_CONNECTIONS = 2  # maximum number to keep; each needs a file descriptor in the process that serves the store
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second over all processes
+_NO_DEADLINE = timedelta(days=20)  # in milliseconds, this fits the integer type that c10d uses for timeouts
+_SECONDS_TO_END = 2.0  # maximum time for an abandoned wait to end
+_IDLE_CONNECTIONS = 2  # maximum number to keep open; each needs a file descriptor in the process that hosts the store
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
 def _prefixed(name: str, store: Any) -> Any:
-    connection = store.clone() if hasattr(store, "clone") else store  # since torch 2.8
+    connection = store.clone() if hasattr(store, "clone") else store  # clone exists since torch 2.8
     return sys.modules["torch.distributed"].PrefixStore(name, connection)
 
 
 def _is_polled(store: Any) -> bool:
-    """Return whether to poll the store, because its own waits would poll, block the process group, or never end."""
+    """Return whether to poll a store because its own waits would poll, block the process group, or never end."""
     while hasattr(store, "underlying_store"):  # a PrefixStore wraps another store
         store = store.underlying_store
     is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
@@ -39,14 +39,16 @@ def _is_polled(store: Any) -> bool:
 
 
 class TorchCoordinator:
-    """The processes of a torch program, and the store through which they found each other."""
+    """The processes of a torch program and the store that connects them."""
 
-    # A store wait blocks its connection, and prints warnings on timeout. So each wait has its own thread and connection
-    # and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that all processes ignore.
+    # A wait blocks its connection to the store and prints warnings on a timeout. Each wait therefore has its own thread
+    # and connection, and later `get` calls for its key continue it. Only a value ends a wait, so `give_up` stores a
+    # value that all processes ignore.
 
-    # torchrun keeps its store and its values when it restarts the processes. So process 0 picks a random name for all
-    # keys of this start, and gives it to each process that asks, under a key that no earlier process has used. If it
-    # ends before all have asked, it leaves the name and the time. Processes accept only a name left after they started.
+    # torchrun keeps its store and all values when it restarts the processes. Process 0 therefore chooses a random name,
+    # which prefixes all keys of this start, and sends it to each process that requests it, at a key chosen by that
+    # process. When process 0 ends before all processes have the name, it stores the name and the current time.
+    # Processes accept the stored name only if they were started before that time.
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
@@ -57,28 +59,28 @@ class TorchCoordinator:
         self._start = os.urandom(8).hex()
         self._announcer: threading.Thread | None = None
         self._leaves = threading.Event()  # set when this process is ending
-        self._earlier = frozenset(_names)  # start names from earlier process groups of this process
+        self._earlier = frozenset(_names)  # names of starts that this process received for earlier process groups
         self._is_polled = _is_polled(store)
-        self._waits: dict[str, Future[bytes]] = {}  # from key to pending wait
+        self._waits: dict[str, Future[bytes]] = {}  # pending waits, by key
         self._idle: list[Any] = []  # connections of finished waits, for reuse
         _made.add(self)
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group does not block; opened by the first call, which has a deadline."""
-        shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
+        """A connection that the process group does not block. It is opened in the first call, which has a deadline."""
+        shared = self._shared  # not protected by a lock, which would stay locked if process 0 is frozen
         if shared is not None:
             store = _prefixed("holdfast", shared)
             self._connection = store if self._is_current is None else self._of_this_start(store, self._is_current)
-            self._shared = None  # while it is referenced, process 0 would serve it even after the process group is gone
+            self._shared = None  # a reference would keep the server in process 0 alive after the process group's end
         return self._connection
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
-        """Return the part of a store that only processes of this start can have written to."""
+        """Return a view of a store that contains only values from processes of this start."""
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
-            starts.set(left, f"{start} 0")  # not deleted: a process that has seen it would wait for it
+            starts.set(left, f"{start} 0")  # not deleted, because a process that has seen the key would wait for it
             arguments = (starts, start, left, self.process_count, is_current, self._leaves)
             self._announcer = threading.Thread(target=_announce, args=arguments, name="holdfast-start", daemon=True)
             self._announcer.start()
@@ -115,7 +117,7 @@ class TorchCoordinator:
             wait = wait or self._start_wait(key)
             try:
                 value = wait.result(timeout)
-            except TimeoutError:  # ask over another connection, because the wait's own may be silently lost
+            except TimeoutError:  # use another connection, because the connection of the wait may be silently lost
                 if (late := self.try_get(key)) is None:
                     raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
                 self._waits.pop(key, None)
@@ -135,7 +137,7 @@ class TorchCoordinator:
 
     def _start_wait(self, key: str) -> Future[bytes]:
         """Return the wait for a key; start it unless another thread has done so."""
-        from concurrent.futures import Future  # imported lazily: only multi-process programs need it
+        from concurrent.futures import Future  # imported lazily because only multi-process programs need it
 
         new: Future[bytes] = Future()
         wait = self._waits.setdefault(key, new)
@@ -155,7 +157,7 @@ class TorchCoordinator:
             if len(self._idle) < _IDLE_CONNECTIONS:
                 self._idle.append(connection)
             wait.set_result(value)
-        except BaseException as error:  # raised again by the calls that wait for it
+        except BaseException as error:  # the waiting calls raise it again
             wait.set_exception(error)
 
     def give_up(self, key: str) -> None:
@@ -174,7 +176,7 @@ class TorchCoordinator:
             for key in list(self._waits):
                 self.give_up(key)
         self._leaves.set()
-        if self._announcer is not None:  # another process may need the name to read this one's values
+        if self._announcer is not None:  # other processes may need the name to read the values of this process
             self._announcer.join(_SECONDS_TO_END)
 
     def try_get(self, key: str) -> bytes | None:
@@ -199,13 +201,13 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: requested answer keys, and processes with an answer
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: keys that expect the name, and processes that have it
 
 
 def _announce(
     starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Send the name of this start to all processes that ask, until all have it; on exit, leave it for the others."""
+    """Send the name of this start to each process that requests it; on exit, store it for the remaining processes."""
     others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
     with contextlib.suppress(ConnectionError):  # the store or this process is ending
@@ -226,7 +228,7 @@ def _announce(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start left when it ended, or None if it has not ended."""
+    """Return the name that process 0 of this start stored when it ended, or None if it has not ended."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()
@@ -252,16 +254,16 @@ def _growing_pauses() -> Iterator[float]:
 
 _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
 _calling: set[int] = set()  # identifiers of the threads that are in a store call
-_ends = threading.Event()  # set once this process makes no more store calls
+_ends = threading.Event()  # set when this process stops making store calls
 _imported = time.time()
-_names: set[str] = set()  # start names that this process has received
+_names: set[str] = set()  # names of starts that this process has received
 
 
 @contextlib.contextmanager
 def _in_store() -> Iterator[None]:
-    """Convert store errors to built-in exceptions, and refuse calls once this process is ending."""
+    """Convert store errors to built-in exceptions, and refuse calls when this process is ending."""
     thread = threading.get_ident()
-    _calling.add(thread)  # before the event is checked, so that `_end_calls` sees every call that is not refused
+    _calling.add(thread)  # before the check, so that `_end_calls` waits for every call that is not refused
     try:
         if _ends.is_set():
             raise ConnectionError("torch.distributed's store: this process ends, and does not call it any more")
@@ -272,8 +274,8 @@ def _in_store() -> Iterator[None]:
         _calling.discard(thread)
 
 
-# Python stops running threads at exit, and a thread inside torch's store then aborts the process. So all waits are
-# ended first, and then the running calls are awaited.
+# Python stops all threads at exit, and stopping a thread inside torch's store aborts the process. Therefore, all waits
+# are ended first, and then the running calls are awaited.
 
 
 def _end_waits() -> None:
@@ -290,7 +292,7 @@ def _end_calls() -> None:
         time.sleep(_SHORTEST_PAUSE)
 
 
-# Ordinary exit handlers run after the saves have ended, when no thread can be started anymore.
+# Ordinary exit handlers run after all saves have ended, when threads can no longer be started.
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)

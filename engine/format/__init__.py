@@ -1,4 +1,4 @@
-"""The on-disk formats, as pure functions that encode to bytes and decode from bytes."""
+"""Pure functions that encode and decode the on-disk formats."""
 
 import lazy_loader
 

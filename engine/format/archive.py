@@ -1,6 +1,6 @@
-"""Small folders stored as a single zip file: uncompressed files, in the order in which they were written.
+"""Zip files that store small folders: uncompressed files, in the order in which they were written.
 
-The zip file has no dates and no extra fields, so its bytes depend only on the files. Its comment names holdfast.
+A zip file has no dates and no extra fields, so its bytes depend only on the files. Its comment names holdfast.
 
 The format is specified at https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ..errors import DamagedCheckpointError
 
 ARCHIVE = ".zip"  # file name suffix of zip files
-ARCHIVE_LIMIT = 512 << 20  # maximum size in bytes of a zip file that is read, into memory
+ARCHIVE_LIMIT = 512 << 20  # maximum size in bytes of a zip file that is read into memory
 ARCHIVE_FILES = 1 << 14  # maximum number of files per zip file
 
 _COMMENT = b"saved by holdfast"
@@ -31,7 +31,7 @@ _REGULAR = 0o100644 << 16  # attributes of a regular file
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a path is relative and leads to a file below its directory."""
+    """Return whether a path is relative and does not leave its directory."""
     return not ("\\" in path or "\0" in path) and {"", ".", ".."}.isdisjoint(path.split("/"))
 
 
@@ -55,7 +55,7 @@ def encode_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the content offset of each file in a zip file, given the file sizes in order."""
+    """Return the offset of each file's content in a zip file; ``sizes`` must be in the order of the files."""
     offsets, end = {}, 0
     for path, size in sizes.items():
         offsets[path] = end + _FILE.size + len(path.encode())
@@ -78,8 +78,8 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
             raise DamagedCheckpointError(f"{source} holds a file with the path {name!r:.80}")
         files[name] = data[begin : begin + size]
         offset = begin + size
-    # The files determine the bytes of the zip file. So if they match, all sizes and checksums are right, nothing is
-    # compressed, and there is nothing else in the file.
+    # The files determine every byte of the zip file. If the bytes match, all sizes and checksums are correct, nothing
+    # is compressed, and the zip file contains nothing else.
     if len(files) > ARCHIVE_FILES or encode_archive(files) != data:
         raise DamagedCheckpointError(
             f"{source} is not a zip file as holdfast writes them: stored files one after the other, and nothing else"

@@ -1,12 +1,12 @@
-"""Checksums, digests, compression and varints: CRC-32C, which protects all stored bytes, XXH3, zstd and ULEB128.
+"""Checksums, digests, compression and varints: CRC-32C, XXH3, zstd and ULEB128.
 
-CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format and of zarr's ``crc32c`` codec. zstd
-(RFC 8878) compresses chunks on request, and TensorStore uses it for OCDBT nodes. A compressed chunk is one zstd frame
-followed by the CRC-32C of the frame, as defined by zarr's codecs ``[bytes, zstd, crc32c]``. 128-bit XXH3 shows whether
-bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
+CRC-32C (Castagnoli, RFC 3720 appendix B.4) protects all stored bytes. It is the checksum of the OCDBT format and of
+zarr's ``crc32c`` codec. zstd (RFC 8878) compresses chunks on request, and TensorStore uses it for OCDBT nodes. A
+compressed chunk is a zstd frame followed by its CRC-32C, in accordance with zarr's codecs ``[bytes, zstd, crc32c]``.
+128-bit XXH3 (https://github.com/Cyan4973/xxHash) detects changes to bytes in memory, and is never stored.
 
-A varint has seven bits per byte, the lowest first; the top bit of a byte is set if another byte follows. OCDBT stores
-every count and length this way: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+A varint has seven bits per byte, lowest bits first. The top bit of a byte is set if another byte follows. OCDBT stores
+all counts and lengths as varints: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 LEVELS = range(1, 23)  # zstd compression levels, from the fastest to the smallest
 
-_PART = 1 << 20  # bytes decompressed at a time; fresh memory for larger parts costs more than decompressing
+_PART = 1 << 20  # bytes decompressed at a time; allocating memory for larger parts takes longer than decompressing
 _HELD = 64 << 10  # bytes hashed at a time without releasing the GIL
 _RATIO = 1 << 15  # maximum compression ratio: a block of up to 128 KiB takes at least four bytes
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -47,8 +47,8 @@ class ContentDigest:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: NDArray[np.uint8]) -> None:
-        # Above some 100 kB, xxhash releases the GIL; after each such piece, another busy thread would then hold it
-        # for milliseconds.
+        # For more than about 100 kB, xxhash would release the GIL, and a busy thread could then hold it for
+        # milliseconds each time.
         view = data.data
         for start in range(0, len(view), _HELD):
             self._hash.update(view[start : start + _HELD])
@@ -58,7 +58,7 @@ class ContentDigest:
 
 
 def content_digest(data: NDArray[np.uint8]) -> bytes:
-    """Return the 128-bit digest of a buffer; other threads can run meanwhile."""
+    """Return the 128-bit digest of a buffer, releasing the GIL."""
     return xxhash.xxh3_128_digest(data.data)
 
 
@@ -88,21 +88,21 @@ def _zstd() -> Any:
 
 
 def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[bytes]:
-    """Compress chunks, releasing the GIL."""
+    """Compress each chunk to a zstd frame followed by its CRC-32C, releasing the GIL."""
     compressor = _zstd().ZstdCompressor(level)
     frames = [compressor.compress(chunk.data, compressor.FLUSH_FRAME) for chunk in chunks]
     return [frame + crc32c(frame).to_bytes(4, "little") for frame in frames]
 
 
 def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) -> bytes:
-    """Decompress up to ``frames`` zstd frames, releasing the GIL; allocate only the memory that their content needs."""
+    """Decompress up to ``frames`` zstd frames, releasing the GIL; allocate memory only for the actual content."""
     return b"".join(_parts(data, limit, frames))
 
 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress a zstd frame of ``size`` bytes into ``memory``, which is requested only for a plausible size."""
+    """Decompress a zstd frame to ``size`` bytes; ``memory`` is called to allocate them if the size is plausible."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")
@@ -119,7 +119,6 @@ def decompress_exactly(
 
 
 def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
-    """Return the content size stated in a frame's header, or None."""
     data = frame if isinstance(frame, bytes) else frame.data
     if bytes(data[:4]) != _MAGIC:
         raise DamagedCheckpointError("its zstd frame does not begin with the magic number")
@@ -132,7 +131,7 @@ def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
 
 
 def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Iterator[bytes]:
-    """Yield the content of frames in parts small enough to stay in the CPU cache."""
+    """Yield the decompressed content of frames in parts that fit in the CPU cache."""
     stated = _stated_size(frame)
     if stated is not None and stated > limit:
         raise DamagedCheckpointError(f"its zstd frame promises {stated} bytes, more than the limit of {limit}")
@@ -140,7 +139,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
     data = frame if isinstance(frame, bytes) else frame.data
     left = limit
     for _ in range(frames):
-        # Refuses a frame that needs a larger window.
+        # The decompressor refuses frames that need a window of more than 128 MiB.
         decompressor = zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 27})
         while not decompressor.eof:
             try:
@@ -153,7 +152,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
             if decompressor.needs_input and not decompressor.eof:
                 break
             yield part
-            data = b""  # the decompressor holds the remaining input
+            data = b""  # the decompressor has buffered the remaining input
         data = decompressor.unused_data
         if not decompressor.eof or not data:
             break
@@ -221,7 +220,7 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
 
 
 class Cursor:
-    """Reads fields one after the other, and checks that their bytes exist before it allocates memory for them."""
+    """Reads consecutive fields, and checks that their bytes exist before allocating memory for them."""
 
     def __init__(self, data: bytes, source: str) -> None:
         self.data = data
@@ -268,7 +267,7 @@ class Cursor:
 
     def wide_varints(self, count: int) -> NDArray[np.uint64]:
         first = self.data[self.position : self.position + count]
-        if first.isascii() and len(first) == count:  # one byte each, as in most columns: numpy would be slower
+        if first.isascii() and len(first) == count:  # a fast path for one byte per number, as in most columns
             self.position += count
             return np.frombuffer(first, np.uint8).astype(np.uint64)
         try:

@@ -1,7 +1,7 @@
 """Msgpack, with arrays in the encoding defined by Flax.
 
-The format is https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1 that holds the
-msgpack encoding of its shape, the name of its dtype, and its bytes in C order:
+Msgpack is specified at https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1 whose
+content is the msgpack encoding of its shape, the name of its dtype, and its bytes in C order:
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -22,7 +22,7 @@ from .zarr import dtype_from_name, dtype_name
 ARRAY_EXTENSION = 1  # msgpack extension type of arrays
 
 _DEPTH = 200  # maximum nesting depth of containers
-_PART = 1 << 20  # bytes passed to the library at a time
+_PART = 1 << 20  # bytes passed to the msgpack library at a time
 _AXES = 64  # maximum number of axes of a numpy array
 _LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of encoded lists
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
@@ -36,12 +36,12 @@ Mapper = Callable[[dict[Any, Any]], Any]
 def decode_msgpack(
     content: bytes, *, extension: Extension | None = None, mapping: Mapper | None = None, depth: int = 0
 ) -> Any:
-    """Decode a single value; ``mapping`` may replace each dictionary by the value that it represents."""
+    """Decode a single value. ``mapping`` converts each dictionary to the value that it represents."""
     return _Reader(content, extension, mapping).whole(depth)
 
 
 def encode_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Encode a dictionary of arrays, as ``flax.serialization.msgpack_restore`` expects it."""
+    """Encode a dictionary of arrays in the format that ``flax.serialization.msgpack_restore`` reads."""
     msgpack: Any = importlib.import_module("msgpack")
     packed = {}
     for name, array in arrays.items():
@@ -72,7 +72,7 @@ def array_of(shape: Any, dtype: np.dtype[Any], data: Any) -> NDArray[Any]:
         raise DamagedCheckpointError(f"an array of {dtype}{shape} is damaged: expected {expected} bytes, found {found}")
     try:
         return np.ndarray(tuple(shape), dtype, data)
-    except ValueError as error:  # zero bytes in total, but more elements than numpy can count
+    except ValueError as error:  # the array has zero bytes, but its shape is too large for numpy
         raise DamagedCheckpointError(f"an array of {dtype}{shape} is damaged: {error}") from error
 
 
@@ -82,10 +82,10 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """Decodes values; lists and dictionaries grow element by element: msgpack would trust the sizes they claim."""
+    """Decodes values. Containers grow element by element, because msgpack would trust the sizes that they claim."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
-        self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily: few programs read msgpack
+        self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily because few programs read msgpack
         parts = (content[start : start + _PART] for start in range(0, len(content), _PART))
         file = SimpleNamespace(read=lambda _: next(parts, b""))
         limit = max(len(content), 1 << 32)  # maximum size of a value in bytes; the format allows no more

@@ -1,9 +1,9 @@
 """Reads OCDBT databases, TensorStore's ordered key-value maps.
 
 A database consists of a manifest and the nodes of a B+tree, which are stored in data files. The manifest locates the
-root node of each version. A node begins with a table of the files that it refers to, and stores its keys as columns,
-each key without the prefix that it shares with the previous one. Manifest and nodes are frames: magic number, length,
-version, compression, body, checksum. The format is documented at
+root node of each version. A node begins with a table of the files that it refers to. It stores its entries in columns,
+and omits from each key the prefix that the key shares with the previous one. The manifest and the nodes are frames,
+which consist of a magic number, length, version, compression method, body and checksum. The format is documented at
 https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
@@ -24,25 +24,25 @@ from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import is_inside
 from .codecs import INT64_MAX, Cursor, crc32c, decompress
 
-NODE_LIMIT = 128 << 10  # maximum node size in bytes; a node is read whole to find a key, and decoded in a millisecond
+NODE_LIMIT = 128 << 10  # maximum node size in bytes; nodes are read as a whole and decoded in about a millisecond
 MANIFEST_NAME = "manifest.ocdbt"  # file name of the manifest in a database's directory
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root in an empty database
 SINGLE, _NUMBERED = 0, 1  # manifest kinds
-# Follows a leaf node, before the checksums of its values in data files. Earlier versions wrote the checksums of all
-# values, followed by this, at the end of the node file.
+# Written between a leaf node and the checksums of its values in data files. Earlier versions wrote the checksums of all
+# values at the end of the node file, followed by this magic number.
 CHECKSUMS_MAGIC = b"HfCrc32c"
 
 KEY_LIMIT = 65535  # maximum key length in bytes
 INLINE_LIMIT = 1 << 20  # maximum size of an inline value in bytes
 PATH_LIMIT = 65535  # maximum length of a data file's path in bytes
-_MEMORY_LIMIT = 1 << 30  # default limit for the memory of a database's nodes and entries, in bytes
+_MEMORY_LIMIT = 1 << 30  # default memory limit, in bytes, for the nodes and entries of a database
 _BODY_LIMIT = 256 << 20  # maximum size of a decoded body in bytes; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
-_SEARCHED = 8  # bisect to find up to one in 8 keys; to find more, a dictionary of all keys is faster
+_SEARCHED = 8  # up to one in 8 keys are found by bisection; for more keys, a dictionary of all keys is faster
 _FILES_LIMIT = 1 << 17  # maximum number of files in one table
-_TABLE_LIMIT = 4 << 20  # maximum total length of their paths in bytes
+_TABLE_LIMIT = 4 << 20  # maximum total length of the paths in one table, in bytes
 
 HEAD = struct.Struct(">I")
 LENGTH = struct.Struct("<Q")
@@ -52,30 +52,30 @@ SHORTEST_FRAME = HEAD.size + LENGTH.size + 2 + CHECKSUM.size
 
 @dataclass(slots=True, eq=False)
 class Entries:
-    """The content of a database, one element per key in every list and array except `files`."""
+    """Entries of a database. All lists and arrays except `files` have one element per key."""
 
     keys: list[bytes]  # keys, strictly increasing
     inline: list[bytes | None]  # the value, or None if it is in a data file
-    # Paths of the data files with values, relative to the database's directory, in the order of their first value.
+    # Paths of the data files that contain values, relative to the database's directory, in the order of first use.
     files: list[str]
     file_ids: NDArray[np.int64]  # index into `files`; 0 if the value is inline
-    offsets: NDArray[np.int64]  # first byte in the file; 0 if the value is inline
-    lengths: NDArray[np.int64]  # bytes in the file; 0 if the value is inline
-    # Expected CRC-32C of the value; -1 if unknown, as for inline values. holdfast writes it next to the nodes, because
-    # a checksum inside a data file does not prove that its bytes belong to the key.
+    offsets: NDArray[np.int64]  # offset of the value in the file, in bytes; 0 if the value is inline
+    lengths: NDArray[np.int64]  # length of the value in the file, in bytes; 0 if the value is inline
+    # Expected CRC-32C of the value; -1 if it is unknown, as for inline values. holdfast writes it next to the nodes,
+    # because a checksum inside a data file does not prove that the bytes belong to the key.
     checksums: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def part(self, start: int, stop: int) -> Entries:
-        """Return the entries from position ``start`` up to ``stop``."""
+        """Return the entries at positions ``start`` to ``stop - 1``."""
         columns = (self.file_ids, self.offsets, self.lengths, self.checksums)
         cut = slice(start, stop)
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, or -1. Equally spaced keys, the usual case, are found without a search."""
+        """Return the position of each key, or -1 if it is missing; equally spaced keys, the usual case, are fast."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -96,28 +96,28 @@ class Root(NamedTuple):
     height: int  # number of levels below the root
     file: str  # the file of the root node, relative to the database's directory
     base: bytes  # base path, as bytes, to which the paths in the node are relative
-    offset: int  # first byte in the file
-    length: int  # size in bytes
+    offset: int  # offset of the node in the file, in bytes
+    length: int  # size of the node in bytes
     key_count: int  # number of keys in the tree
     tree_bytes: int  # total size of all nodes, in bytes
     value_bytes: int  # total size of all values in data files, in bytes
 
 
 class NodePlace(NamedTuple):
-    """A byte range in a file: the path relative to the database's directory, offset and length in bytes."""
+    """A byte range in a file: path relative to the database's directory, offset and length in bytes."""
 
     file: str
     offset: int
     length: int
 
 
-# Reads byte ranges one after the other; returns fewer bytes for a file that ends early.
+# Reads byte ranges one after the other, and returns fewer bytes if a file ends early.
 ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
-KeyRange = tuple[bytes, bytes]  # first key, and the exclusive end
+KeyRange = tuple[bytes, bytes]  # inclusive start and exclusive end
 
 
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
-    """Read the checksums of all values from the end of a node file, where earlier versions wrote them."""
+    """Set the checksums of the entries from the end of a node file, where earlier versions wrote them."""
     if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
         outside = np.flatnonzero(entries.lengths)
         end = len(nodes) - len(CHECKSUMS_MAGIC)
@@ -182,14 +182,14 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     return Root(heights[-1], file.path, file.base, offset, length, *statistics)
 
 
-_ENTRY_BYTES = 100  # approximate memory of an entry without its key and value
-_GROWTH = 32  # bytes by which each node byte raises the memory limit; large databases need about 15
-_NODES_AT_A_TIME = 16  # nodes read per batch
-_NODE_BYTES = 4096  # memory charged per node in addition to its size; limits the number of tiny nodes
+_ENTRY_BYTES = 100  # approximate memory, in bytes, of an entry without its key and value
+_GROWTH = 32  # bytes added to the memory limit for each byte of a node; large databases need about 15
+_NODES_AT_A_TIME = 16  # number of nodes read per batch
+_NODE_BYTES = 4096  # bytes charged per node in addition to its size; limits the number of tiny nodes
 
 
 class _Reference(NamedTuple):
-    """A node that has not been read yet, as described by its parent."""
+    """The description of an unread node in its parent."""
 
     height: int
     file: str
@@ -202,25 +202,25 @@ class _Reference(NamedTuple):
     key_count: int  # number of keys below
 
     def place(self, checksums: bool) -> NodePlace:
-        """Return the byte range to read; with ``checksums``, a leaf includes the checksums that may follow it."""
+        """Return the byte range of the node; with ``checksums``, include the checksums that may follow a leaf."""
         more = len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length) if checksums and not self.height else 0
         return NodePlace(self.file, self.offset, self.length + more)
 
 
 class Database:
-    """The newest version of a database; nodes are read only when their keys are needed.
+    """The newest version of a database. Nodes are read only when their keys are needed.
 
-    A malicious tree can refer to one node many times, so that a small file describes a huge database. Everything read
-    counts against a single memory limit; only a node that overlaps no other node raises it.
+    A malicious tree can refer to a node many times, so that a small file describes a huge database. Therefore, all
+    nodes count towards a single memory limit, which is raised only for nodes that do not overlap other nodes.
 
-    Without ``checksums``, the checksums after the nodes, which only holdfast writes, are not read.
+    If ``checksums`` is False, the checksums that holdfast writes after leaf nodes are not read.
     """
 
     def __init__(self, manifest: bytes, *, memory_limit: int = _MEMORY_LIMIT, checksums: bool = True) -> None:
         self._checksums = checksums
         self._followed: bool | None = None  # whether checksums follow the leaf nodes; set by the first leaf
         root = decode_manifest(manifest)
-        self.key_count = 0 if root is None else root.key_count  # keys in the tree
+        self.key_count = 0 if root is None else root.key_count  # number of keys in the tree
         none = np.zeros(0, np.int64)
         self.entries = Entries([], [], [], none, none, none, none)  # the entries decoded so far
         self._unread: list[_Reference] = []  # in key order
@@ -228,18 +228,18 @@ class Database:
             self._unread.append(_Reference(*root[:5], b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
-        self._inline: dict[bytes, bytes] = {}  # interned inline values: most arrays of a tree have the same metadata
+        self._inline: dict[bytes, bytes] = {}  # interned inline values, because many arrays have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
         self._nodes: list[Entries] = []  # decoded leaf nodes that are not in `entries` yet
 
     def decode(self, read_nodes: ReadNodes, ranges: Sequence[KeyRange] | None = None) -> None:
-        """Decode the entries with keys in ``ranges`` (None: all), along with the other entries of the same nodes."""
+        """Decode every node that may contain keys in ``ranges`` and add its entries; None means all nodes."""
         while positions := self._unread_nodes(ranges):
             self._decode_nodes(positions, read_nodes)
         if not self._nodes:
             return
-        # Decoding has verified that each node's keys ascend within the bounds given by its parent.
+        # When a node is decoded, its keys are checked to be in ascending order and within its parent's bounds.
         nodes, decoded, start = [], self.entries, 0
         for node in sorted(self._nodes, key=lambda node: node.keys[0]):
             end = bisect(decoded.keys, node.keys[0])
@@ -258,7 +258,7 @@ class Database:
         self._nodes = []
 
     def _unread_nodes(self, ranges: Sequence[KeyRange] | None) -> list[int]:
-        """Return the positions of the unread nodes that may contain keys in ``ranges``; None means all of them."""
+        """Return the positions of the unread nodes that may contain keys in ``ranges``; None means all keys."""
         if ranges is None:
             return list(range(len(self._unread)))
         positions = set()
@@ -271,7 +271,7 @@ class Database:
         return sorted(positions)
 
     def _decode_nodes(self, positions: Sequence[int], read_nodes: ReadNodes) -> None:
-        """Decode the unread nodes at some positions and replace each by its children; stop at the first failure."""
+        """Decode the unread nodes at the given positions, and replace each with its children, up to the first error."""
         below: dict[int, list[_Reference]] = {}
         try:
             for start in range(0, len(positions), _NODES_AT_A_TIME):
@@ -307,7 +307,7 @@ class Database:
             raise DamagedCheckpointError(f"{source} describes a database of more than {self._memory_limit} bytes")
 
     def _grow(self, node: _Reference) -> None:
-        """Raise the memory limit for a node that does not overlap any node read before."""
+        """Raise the memory limit for a node unless it overlaps a node that has already been read."""
         parts = self._read_parts.setdefault(node.file, [])
         start, end = node.offset, node.offset + node.length
         position = bisect(parts, (start, end))
@@ -366,7 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually all values are equal. The sizes are compared, too, because values may consist only of zeros.
+        # Usually, all values are equal. Their sizes must be compared as well, because values may consist only of zeros.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:
@@ -410,7 +410,7 @@ class Database:
 
 
 def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
-    """Verify a frame and return a cursor at the start of its body, decompressed if needed."""
+    """Verify a frame, decompress its body if necessary, and return a cursor at the start of the body."""
     if len(frame) < SHORTEST_FRAME:
         raise DamagedCheckpointError(f"{source} is damaged: {len(frame)} bytes are too few for an OCDBT frame")
     (start,) = HEAD.unpack_from(frame)
@@ -443,7 +443,7 @@ def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
 
 
 class DataFile(NamedTuple):
-    """A file in a node's file table, and the base path (bytes) to which the paths in that file's nodes are relative."""
+    """A file in a node's file table. If the file contains nodes, the paths in them are relative to ``base``."""
 
     path: str
     base: bytes
@@ -474,7 +474,7 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
             text = (base + path).decode()
         except UnicodeDecodeError:
             cursor.fail(f"the path {base + path!r} in its file table is not UTF-8")
-        if text and not is_inside(text):  # an empty database gives its missing root the empty path
+        if text and not is_inside(text):  # in an empty database, the missing root has an empty path
             cursor.fail(f"the path {text!r} in its file table leads out of the directory")
         files.append(DataFile(text, base + path_base))
         previous, previous_base = path, path_base
@@ -484,7 +484,7 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
 def decode_keys(
     cursor: Cursor, prefix_lengths: NDArray[np.int64], suffix_lengths: NDArray[np.int64], prefix: bytes, limit: int
 ) -> list[bytes]:
-    """Rebuild each key from the prefix that it shares with the previous key and its suffix, stored in the node."""
+    """Rebuild each key from the prefix that it shares with the previous key and the suffix stored in the node."""
     lengths = suffix_lengths.copy()
     lengths[1:] += prefix_lengths
     if (prefix_lengths > lengths[:-1]).any():

@@ -1,7 +1,7 @@
-"""Writes OCDBT databases from columns; :mod:`.ocdbt_read` describes the format.
+"""Writes OCDBT databases from columns of entries; :mod:`.ocdbt_read` describes the format.
 
-The nodes are in a single file, leaves first, and are not compressed. Each leaf is followed by its values' checksums.
-TensorStore's ``ocdbt`` driver can read the database.
+All nodes are written to a single file, leaves first and uncompressed. Each leaf is followed by the checksums of its
+values. TensorStore's ``ocdbt`` driver can read the database.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .ocdbt_read import (
 )
 from .zarr import chunk_keys, metadata_keys
 
-_ENTRY_BYTES = 40  # maximum size of an interior node's entry without its key: eight numbers
-_FIXED = 64  # maximum size of the part of a node that does not depend on its entries
+_ENTRY_BYTES = 40  # maximum size in bytes of the eight numbers that an interior node stores with each key
+_FIXED = 64  # maximum size in bytes of all fields of a node that do not depend on its entries
 _ARITY_LIMIT = 1 << 20  # maximum number of entries per node that TensorStore accepts
-# Configuration in the manifest, which TensorStore follows when it adds to a database.
+# Configuration in the manifest, which TensorStore uses when it adds entries to a database.
 _INLINE_BYTES = 100
 _NODE_BYTES = 8 << 20
 _ARITY_LOG2 = 4
@@ -45,19 +45,19 @@ _NO_ROOT = Root(0, "", b"", MISSING, MISSING, 0, 0, 0)  # root of an empty datab
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """Consecutive entries of a database, one element per key in every array."""
+    """Consecutive entries of a database. Every array has one element per key."""
 
     key: Callable[[int], bytes]  # returns the key of a row
     shared: NDArray[np.integer]  # number of bytes that each key shares with the previous key; 0 for the first
-    suffix_ends: NDArray[np.int64]  # end in `text` of each key's suffix, the bytes after the shared ones
+    suffix_ends: NDArray[np.int64]  # position in `text` at which the key's suffix, its unshared bytes, ends
     text: bytes  # all suffixes, concatenated
     outside: NDArray[np.bool_]  # whether the value is in a data file
     lengths: NDArray[np.int64]  # size of the value in bytes, inline or in a data file
     file_ids: NDArray[np.integer]  # index into `files`; undefined if the value is inline
-    offsets: NDArray[np.int64]  # first byte of the value in its file; undefined if the value is inline
+    offsets: NDArray[np.int64]  # offset of the value in its file, in bytes; undefined if the value is inline
     inline: Sequence[bytes]  # the inline values, in row order
     files: Sequence[str]  # paths of the data files, relative to the database's directory
-    # Checksums of the values, as in `Entries`; undefined for inline values. None: no checksums are written.
+    # CRC-32C of each value, which is undefined if the value is inline; None if no checksums are written.
     checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Rows:
 def encode_database(
     batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = NODE_LIMIT
 ) -> tuple[bytes, bytes]:
-    """Encode a database with a single version; return its manifest and its node file."""
+    """Encode a database with a single version, and return its manifest and its node file."""
     level = [node for rows in batches for node in encode_leaves(rows, node_limit)]
     if not level:
         return encode_manifest(_NO_ROOT, database_id, created_ns), b""
@@ -99,7 +99,7 @@ def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
     )
     versions = (
         encode_files([root.file]),
-        b"\1\1",  # one version, of generation 1
+        b"\1\1",  # one version with generation 1
         bytes([root.height, 0]),
         *map(encode_varint, root[3:]),  # offset, length and statistics
         struct.pack("<Q", created_ns),
@@ -109,13 +109,13 @@ def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
 
 
 class _Node(NamedTuple):
-    """A node, as described in its parent; counts include all nodes below it."""
+    """A node and its description in the parent node. The totals include all nodes below it."""
 
     frame: bytes
     key: bytes  # the first key
     key_count: int
-    tree_bytes: int  # total size of the nodes in bytes
-    value_bytes: int  # total size of the values in data files in bytes
+    tree_bytes: int  # total size of the nodes, in bytes
+    value_bytes: int  # total size of the values in data files, in bytes
     following: bytes = b""  # the checksums of a leaf's values
 
 
@@ -159,7 +159,7 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
 
 
 def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
-    """Return the end of the leaf that starts at row `start`, its file table, and its rows' indices into the table."""
+    """Return the end of the leaf that starts at row `start`, its file table, and the table index of each value."""
     spent = int(ends[start - 1]) if start else 0
     reserve = 0  # bytes reserved for the table, whose size depends on the rows
     while True:
@@ -177,8 +177,8 @@ def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tup
 def _parents(
     nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_file: str, node_limit: int
 ) -> list[_Node]:
-    """Encode the parents of nodes at ``offsets`` in the node file; every parent has at least two children."""
-    # Maximum entry size: the key without the bytes shared with the previous key, and eight numbers.
+    """Encode the parents of the nodes at ``offsets`` in the node file. Every parent has at least two children."""
+    # An entry consists of the key, without the bytes that it shares with the previous key, and eight numbers.
     keys = [node.key for node in nodes]
     ends = np.cumsum(np.array([len(key) for key in keys]) - shared_prefixes(keys) + _ENTRY_BYTES)
     parents: list[_Node] = []
@@ -198,7 +198,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
     counts = [np.array(column, np.int64) for column in zip(*(node[2:5] for node in nodes), strict=True)]
     lengths = np.array([len(node.frame) for node in nodes], np.int64)
     count = len(nodes)
-    # The zeros are the lengths of the prefixes common to all keys below a child, and the file numbers.
+    # The zero bytes are the length of each child's common key prefix and the index of its file.
     head = (bytes([height]), encode_files([node_file]), encode_varint(count))
     keys = (encode_varints(shared[1:]), encode_varints(sizes), bytes(count), text)
     columns = map(encode_varints, (np.array(offsets, np.int64), lengths, *counts))
@@ -208,7 +208,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
 
 
 def key_columns(keys: list[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64], bytes]:
-    """Return how many bytes each key shares with the previous key, and the sizes and bytes of the suffixes."""
+    """Return how many bytes each key shares with the previous key, the suffix sizes, and all suffixes, concatenated."""
     shared = shared_prefixes(keys)
     suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
     return shared, np.array([len(suffix) for suffix in suffixes], np.int64), b"".join(suffixes)
@@ -226,7 +226,7 @@ def encode_files(paths: Sequence[str]) -> bytes:
     if longest > PATH_LIMIT:
         raise ValueError(f"the path of a data file has {longest} bytes; the limit is {PATH_LIMIT}")
     shared, sizes, text = key_columns(encoded)
-    bases = bytes(len(encoded))  # varints: no base path
+    bases = bytes(len(encoded))  # one varint per path: the length of its base path, which is 0
     return encode_varint(len(encoded)) + encode_varints(shared[1:]) + encode_varints(sizes) + bases + text
 
 
@@ -240,7 +240,7 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
         return shared
     lengths = np.array([len(key) for key in keys], np.int64)
     starts = np.cumsum(lengths) - lengths
-    # Compares eight bytes at a time, at any offset: a strided view of the joined keys as overlapping 64-bit words.
+    # Keys are compared eight bytes at a time, through a view of the joined keys as overlapping 64-bit words.
     joined = b"".join((*keys, bytes(8)))
     words: NDArray[np.uint64] = np.ndarray((len(joined) - 7,), "<u8", joined, strides=(1,))
     limits = np.minimum(lengths[1:], lengths[:-1])
@@ -257,29 +257,29 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
     return shared
 
 
-# ---- the index over the chunks of many zarr arrays. An index may have ten million keys, so no key becomes a Python
-# object. Keys of arrays with the same grid differ only by the arrays' names, so they are laid out once.
+# ---- the index of the chunks of many zarr arrays
+# An index may have ten million keys, so keys are not Python objects, and arrays with the same grid share a template.
 
 Grid = tuple[int, ...]
 
 
 def key_order(names: Sequence[str]) -> list[int]:
-    """Return the positions of arrays in key order."""
-    # Code point order is the same as the byte order in UTF-8.
+    """Return the indices of the arrays, sorted by key."""
+    # Sorting strings by code point gives the same order as sorting their UTF-8 bytes.
     return sorted(range(len(names)), key=[f"{name}/" for name in names].__getitem__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayIndex:
-    """The locations of the chunks of arrays: sequences with one element per array, columns with one per chunk."""
+    """The locations of the chunks of zarr arrays. Sequences have one element per zarr array, columns one per chunk."""
 
     names: Sequence[str]  # unique array names, in the order of `key_order`
     grids: Sequence[Grid]  # number of chunks of each array along each axis
     metadata: Sequence[bytes]  # the ``zarr.json`` of each array
     files: Sequence[str]  # paths of the data files, relative to the database's directory
-    # Index into `files`. Chunks are in array order, and in C order within an array.
+    # Index into `files`. In all columns, chunks are in array order, and in C order within an array.
     file_ids: NDArray[np.integer]
-    offsets: NDArray[np.int64]  # first byte of the chunk in its file
+    offsets: NDArray[np.int64]  # offset of the chunk in its file, in bytes
     lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
     checksums: NDArray[np.uint32]  # CRC-32C of the stored chunk, without the checksum that follows it in the file
     # Index of each array's first chunk, followed by the total number of chunks.
@@ -296,9 +296,9 @@ class ArrayIndex:
     def encode(
         self, *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = NODE_LIMIT, batch: int = 1 << 20
     ) -> tuple[bytes, bytes]:
-        """Encode the index as an OCDBT database; return its manifest and its node file.
+        """Encode the index as an OCDBT database, and return its manifest and its node file.
 
-        ``batch`` is the number of keys laid out in memory at a time, unless a single array has more.
+        At most ``batch`` keys are laid out in memory at a time, unless a single array has more.
         """
         rows = self._batches(batch)
         return encode_database(
@@ -309,7 +309,7 @@ class ArrayIndex:
         templates: dict[Grid, _Template] = {}
         first = 0
         while first < len(self.names):
-            # A batch has at least one array. An array has one more key than it has chunks.
+            # A batch has at least one array. An array has a key for each chunk and one for its metadata.
             ends = self.starts[first + 1 :] - self.starts[first] + np.arange(1, len(self.names) - first + 1)
             last = first + max(1, int(np.searchsorted(ends, size, "right")))
             grids = set(self.grids[first:last])
@@ -318,11 +318,11 @@ class ArrayIndex:
             first = last
 
     def _rows(self, first: int, last: int, templates: dict[Grid, _Template]) -> Rows:
-        """Lay out the keys of some arrays: for each, the chunk keys sorted as text, followed by the metadata key."""
+        """Lay out the keys of some arrays. For each array, the sorted chunk keys precede the metadata key."""
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # no prefix is the beginning of another
+        common = shared_prefixes(prefixes)  # none of these begins with another one
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
@@ -373,12 +373,12 @@ class ArrayIndex:
 
 
 class _Template:
-    """The keys of an array with a given grid, without the array's name."""
+    """The keys of all arrays with a given grid, without the array's name."""
 
     def __init__(self, grid: tuple[int, ...]) -> None:
         keys = chunk_keys("", grid)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = [*(keys[number] for number in order), *metadata_keys([""])]
         self.longest = max(map(len, self.keys))
-        self.order: NDArray[Any] = np.array(order, np.int64)  # chunk index for each key except the last
+        self.order: NDArray[Any] = np.array(order, np.int64)  # chunk index of each chunk key
         self.shared, self.sizes, self.text = key_columns(self.keys)

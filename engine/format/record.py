@@ -1,11 +1,11 @@
-"""JSON documents with a digest, among them the commit record of a checkpoint.
+"""JSON documents with a digest, including the commit record of a checkpoint.
 
 A document is one JSON object: ``{"format": "holdfast", "version": 1, "kind": ..., <body>, "digest": "crc32c:..."}``.
-The digest is the CRC-32C of the compact JSON text of all other members, in file order: it covers every name, every
-value and the order of the members, but not whitespace. This rule holds for every version of the format.
+The digest is the CRC-32C of the compact JSON text of all other members in file order. It covers the names, values and
+order of the members, but not whitespace. This rule applies to every version of the format.
 
-The record is the last file that a save writes. It lists every folder and file of the checkpoint with its size, and the
-digests of files that do not contain digests themselves. A checkpoint exists if and only if its record verifies.
+The commit record is the last file that a save writes. It lists all folders and files of the checkpoint with their
+sizes, and the digests of files that do not contain digests. A checkpoint exists if and only if its record is valid.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from .archive import ARCHIVE, is_inside, offsets_in_archive
 
 FORMAT = "holdfast"
 VERSION = 3  # newest format version that can be read
-_ARCHIVES_VERSION = 2  # version of commit records with items stored as zip files, which earlier versions cannot read
-_PACKS_VERSION = 3  # version of commit records whose zip files contain the zip files of several processes
+_ARCHIVES_VERSION = 2  # first format version in which items can be stored as zip files
+_PACKS_VERSION = 3  # first format version in which a zip file can contain the zip files of several processes
 
 DOCUMENT_LIMIT = 128 << 20  # maximum size in bytes of a document that is read or written
 
 _RESERVED = ("format", "version", "kind", "digest")
-_READABLE = frozenset({"checkpoint"})  # kinds formatted for human readers; all others are compact
-_LEVELS = 4  # maximum depth of indentation: document, items, item and files; metadata may be nested deeper
+_READABLE = frozenset({"checkpoint"})  # kinds that are formatted for human readers; all others are compact
+_LEVELS = 4  # number of indented levels (document, items, item, files); deeper objects are written in one line
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _spaced = json.JSONEncoder(allow_nan=False).encode
 
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
-PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; removed by the commit
+PARTIAL = "checkpoint.partial"  # marks a directory with an uncommitted save; removed by the commit
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
-_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; every calendar can represent it
-OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
-PADDED = "zero-padded_0"  # not a step; its record makes versions without zero-padded names stop
+_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; well within the range of date libraries
+OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by that run
+PADDED = "zero-padded_0"  # name of a folder that stops holdfast versions without support for zero-padded names
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
-WITNESS = "witness.jsonl"  # file with the records of the steps after a save; not listed in any commit record
-WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of these files, one per process
-WITNESS_LIMIT = 128 << 10  # maximum bytes read from such a file
+WITNESS = "witness.jsonl"  # file that records the steps after a save; not listed in any commit record
+WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of all witness files, one per process
+WITNESS_LIMIT = 128 << 10  # maximum number of bytes read from a witness file
 
 ITEM = "state"  # item name in a checkpoint with a single item
 TREES = "pytree"  # kind of an item that is a pytree
@@ -55,7 +55,7 @@ OWN_FOLDER = "own"  # folder, inside a tree's folder, with one tree per process
 COMPONENTS = "components"  # kind of an item that consists of components, each with its own tree
 COMPONENT = "component.json"  # name of the file, in a component's tree folder, that describes the component
 GRAPH = "graph.json"  # name of the file, in a tree's folder, that describes its objects and the edges between them
-GRAPH_KIND = "graph"  # document kind of this file
+GRAPH_KIND = "graph"  # document kind of the graph file
 
 _KIND = "checkpoint"
 _PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # zip files that contain several processes' zip files
@@ -82,7 +82,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Return JSON that indents objects containing objects; much faster than the `json` module's indentation."""
+    """Encode JSON, indenting only objects that contain objects; much faster than indentation by `json`."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Compute the digest from the exact bytes that `encode_document` wrote; None if they have been reformatted."""
+    """Return the digest if it matches the exact bytes of a compact document; None if they have been reformatted."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -156,19 +156,19 @@ class FileRecord:
     """One file of an item."""
 
     size: int  # length in bytes
-    crc32c: int | None = None  # digest of the whole file; None if the file contains digests itself
-    # For a zip file that contains the zip files of several processes: the length in bytes and the digest of each.
+    crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
+    # If this zip file contains the zip files of several processes, the length in bytes and the digest of each of them.
     members: tuple[tuple[int, int], ...] = ()
-    # For a zip file inside such a file: its offset, and the outer file's length in bytes. Not stored.
+    # If this zip file is inside another zip file, its offset in that file and the length of that file. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
-    # Whether the content already survives a power failure; the commit syncs all other files together. Not stored.
+    # Whether the content would survive a power failure; the commit syncs all files that would not. Not stored.
     durable: bool = field(default=True, compare=False)
 
 
 def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
-    """Return the paths of the files that are not durable yet and of all their parent folders; "" is the top folder."""
+    """Return the paths of all files that are not yet durable and of their parent folders; "" is the top folder."""
     paths = {path for path, file in files.items() if not file.durable}
     return paths | {path[:end] for path in paths for end in (0, *(slash.start() for slash in re.finditer("/", path)))}
 
@@ -176,7 +176,7 @@ def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
 class ItemRecord(NamedTuple):
     folder: str  # path inside the checkpoint's directory
     kind: str  # "pytree", "json", "processes", "components", or "files" for a user's handler
-    # Files keyed by path inside the folder; if the folder is a zip file, the only entry is that file, with the path "".
+    # Files, keyed by path inside the folder. If the item is stored as a zip file, the only path is "".
     files: Mapping[str, FileRecord]
 
     @property
@@ -226,7 +226,7 @@ class ItemRecord(NamedTuple):
 
     def components(self) -> dict[str, ItemRecord]:
         """Return the trees of a ``"components"`` item, keyed by component path; ``""`` is the root component."""
-        # A component's tree folder lies inside the component's directory.
+        # Each component has a directory that contains the folder of its tree.
         trees: dict[str, dict[str, FileRecord]] = {
             path.removesuffix(f"/{COMPONENT}"): {} for path in self.files if path.endswith(f"/{COMPONENT}")
         }
@@ -257,15 +257,15 @@ def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
 class CheckpointRecord:
     items: Mapping[str, ItemRecord]  # items, keyed by name
     time: float  # commit time, in seconds since 1970-01-01 UTC
-    step: int | None = None  # None for a checkpoint outside a manager
-    reason: str = ""  # why the checkpoint was saved, as text for users
+    step: int | None = None  # None if the checkpoint was saved without a manager
+    reason: str = ""  # why the checkpoint was saved, as a text for users
     metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
-    # Folders of the checkpoint that this one has replaced; they can be removed.
+    # Folders of a checkpoint that this one has replaced; they can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # For a summary, which has no files and is made for a process that saved jointly with others: the identity of the
-    # stored record. Not stored.
+    # Identity of the complete record if this is a summary without files, which the other processes of a joint save
+    # receive. Not stored.
     summarizes: str | None = field(default=None, compare=False)
 
     @property
@@ -274,11 +274,11 @@ class CheckpointRecord:
 
     @property
     def shared_bytes(self) -> int:
-        """Total size in bytes of the files that the save shares with earlier steps; 0 for a record that was read."""
+        """Total size, in bytes, of the files shared with earlier steps; 0 if the record was read from a checkpoint."""
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return the items, keyed by name, and the trees in them as ``name/0`` (processes) or ``name/learner``."""
+        """Return the items by name; per-process trees are named ``name/0``, and components ``name/learner``."""
         parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
@@ -290,7 +290,7 @@ class CheckpointRecord:
         return parts
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
-        """Return a copy of this record with ``metrics`` added; new values override old ones."""
+        """Return a copy of this record with additional metrics, which override existing ones of the same name."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
     def summary(self) -> CheckpointRecord:
@@ -300,7 +300,7 @@ class CheckpointRecord:
 
     @property
     def identity(self) -> str:
-        """Identity of the save: unchanged by new metrics and pins, different for another save of the same step."""
+        """Identity of the save. It differs between saves of the same step, but does not depend on metrics or pins."""
         if self.summarizes is not None:
             return self.summarizes
         facts = json.dumps([float(self.time), self._items_document()], sort_keys=True)
@@ -308,8 +308,8 @@ class CheckpointRecord:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what a checkpoint has in common with its copies: time, step and files."""
-        import hashlib  # imported lazily: it loads OpenSSL, and listing or reading checkpoints needs no such digest
+        """Digest of the time, step and files, which are the same in all copies of a checkpoint."""
+        import hashlib  # imported lazily because it loads OpenSSL, which is not needed to list or read checkpoints
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
         text = json.dumps([float(self.time), self.step, files], sort_keys=True)
@@ -320,7 +320,7 @@ class CheckpointRecord:
         return encode_document(_KIND, self.to_document(), version=version)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the record as a JSON object without the digest; the inverse of :meth:`from_document`."""
+        """Return the record as a JSON object without a digest. This is the inverse of :meth:`from_document`."""
         body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason}
         body["items"] = self._items_document()
         if self.metrics is not None:
@@ -381,7 +381,7 @@ def pack_name(first: int, last: int) -> str:
 
 
 def _packed(path: str) -> range:
-    """Return the processes whose zip files the file at ``path`` contains; empty if its name has another form."""
+    """Return the processes that the name of a zip file of zip files specifies; an empty range for other names."""
     name = _PACK.fullmatch(path.rpartition("/")[2])
     return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 
@@ -396,7 +396,6 @@ def _file_document(file: FileRecord) -> dict[str, Any]:
 
 
 def _members(path: str, members: Any) -> tuple[tuple[int, int], ...]:
-    """Validate the lengths and digests of a zip file's members."""
     if not isinstance(members, list) or not members or len(_packed(path)) != len(members):
         raise ValueError(f"members {members!r:.80} of {path!r}")
     return tuple((_natural("file size", size), _crc32c(digest)) for size, digest in members)
@@ -416,7 +415,7 @@ def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def encode_metrics(value: Any) -> Any:
-    """Convert metrics to JSON; NaN and infinities become strings."""
+    """Convert metrics to JSON values. NaN and infinities become strings."""
     if isinstance(value, Mapping):
         return {str(key): encode_metrics(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -441,7 +440,7 @@ def _decode_numbers(value: Any) -> Any:
 
 
 def _relative_path(path: Any) -> str:
-    """Return the path; raise ValueError if it leads out of its directory, as in a malicious record."""
+    """Return the path; raise ValueError if it leads out of its directory, as it may in a malicious record."""
     if not isinstance(path, str) or not is_inside(path):
         raise ValueError(f"file path {path!r}")
     return path
@@ -460,7 +459,7 @@ def _crc32c(text: str) -> int:
 
 
 def _time(time: Any) -> float:
-    """Return a time, validated as a number that can be represented as a date."""
+    """Return a time as a float; raise ValueError unless it is a number that can be converted to a date."""
     if type(time) not in (int, float) or not abs(time) <= _LATEST:
         raise ValueError(f"time {time!r:.80}")
     return float(time)

@@ -41,11 +41,11 @@ _PLAIN_TYPES: tuple[type[np.generic], ...] = (
     + (np.uint8, np.uint16, np.uint32, np.uint64)
 )
 _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar in _PLAIN_TYPES}
-# Not in the list at https://google.github.io/tensorstore/driver/zarr3/index.html
+# Data types that are not listed at https://google.github.io/tensorstore/driver/zarr3/index.html
 _NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = r"([<>]?)(c?longdouble)([0-9]{1,3})"
-# Multiples of zero are refused: numpy would divide by them, which crashes the process.
+# A multiple of zero does not match, because numpy would divide by it, which crashes the process.
 _UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 _NUMPY_NAME = rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 
@@ -54,7 +54,7 @@ def _plain_or_ml(name: str) -> DType | None:
     """Return the numpy or ml_dtypes number dtype with this name, or None."""
     if name not in _ML_NAMES:
         return _PLAIN.get(name)
-    import ml_dtypes  # imported lazily: inspecting and verifying checkpoints rarely need it
+    import ml_dtypes  # imported lazily because inspecting and verifying checkpoints rarely require it
 
     scalar = getattr(ml_dtypes, name, None)  # older versions lack some dtypes
     return None if scalar is None else np.dtype(scalar)
@@ -62,7 +62,7 @@ def _plain_or_ml(name: str) -> DType | None:
 
 @lru_cache(maxsize=1024)
 def dtype_name(dtype: DType) -> str:
-    """Return the name of a dtype, from which `dtype_from_name` restores the dtype, including its byte order."""
+    """Return a name from which `dtype_from_name` can restore the dtype, including its byte order."""
     name = dtype.name
     if (named := _plain_or_ml(name)) is not None and named == dtype:
         return name
@@ -138,8 +138,8 @@ _BYTES_LIMIT = (1 << 63) - 1
 class ArrayMetadata(NamedTuple):
     shape: tuple[int, ...]  # array shape, in elements
     data_type: str  # name of the zarr data type
-    chunk_shape: tuple[int, ...]  # chunk shape; chunks at the edges are stored in full, too
-    # zstd level of compressed chunks, whose stored sizes are only in the index; None if chunks are not compressed.
+    chunk_shape: tuple[int, ...]  # chunk shape in elements; chunks at the edges are padded to this shape
+    # zstd level; None if chunks are not compressed. The stored sizes of compressed chunks are only in the index.
     compression: int | None = None
 
     @property
@@ -179,8 +179,8 @@ def encode_array_metadata(
 
 
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
-    """Decode a ``zarr.json`` written by `encode_array_metadata`; refuse all others."""
-    # Many arrays of a tree have identical metadata; long texts are not worth the cache memory.
+    """Decode a ``zarr.json`` written by `encode_array_metadata`; raise an error for any other."""
+    # Many arrays of a tree have identical metadata, so short texts are cached. Long texts would take too much memory.
     return _decode_cached(data) if len(data) <= _CACHED_LIMIT else _decode(data)
 
 
@@ -213,7 +213,7 @@ _decode_cached = lru_cache(maxsize=4096)(_decode)
 
 
 def metadata_keys(names: Sequence[str]) -> list[bytes]:
-    """Return the key of each array's ``zarr.json``; the root array has an empty name."""
+    """Return the key of each array's ``zarr.json``. The name of the root array is empty."""
     keys = encode_names(names, "/zarr.json")
     if "" in names:
         keys[names.index("")] = b"zarr.json"
@@ -221,7 +221,7 @@ def metadata_keys(names: Sequence[str]) -> list[bytes]:
 
 
 def encode_names(names: Sequence[str], end: str = "") -> list[bytes]:
-    """Encode array names, each followed by ``end``, as bytes; fast for thousands of names."""
+    """Encode array names, each followed by ``end``, as bytes. This is fast for thousands of names."""
     encoded = (f"{end}\n".join(names) + end).encode().split(b"\n")
     return encoded if len(encoded) == len(names) else [f"{name}{end}".encode() for name in names]
 

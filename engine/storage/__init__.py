@@ -1,4 +1,4 @@
-"""Byte storage: paths and URLs, small objects, bulk data files, locks, and threads."""
+"""The storage layer: paths and URLs, small objects, bulk data files, file locks and threads."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The types that locations and their backends exchange."""
+"""Types shared by locations and their storage backends."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One file or directory directly inside a directory."""
+    """An entry of a directory: a file or a subdirectory."""
 
     name: str  # last path segment
-    is_directory: bool  # True for a symlink to a directory, too
+    is_directory: bool  # also True for a symlink to a directory
     # Length in bytes; None for directories, broken symlinks, and stores whose listings contain no sizes.
     size: int | None = None
-    links: int = 1  # number of hard links to the file; its space is freed when the last one is deleted
-    identity: tuple[int, int] | None = None  # equal for all hard links to a file; None if the listing has none
+    links: int = 1  # number of hard links to the file; deleting the last one frees its space
+    identity: tuple[int, int] | None = None  # shared by all hard links to a file; None if not looked up
 
 
 class Segment(NamedTuple):
-    """A contiguous part of a data file and the source of its bytes."""
+    """A contiguous byte range of a data file, and a function that produces its bytes."""
 
-    offset: int  # first byte in the file; a multiple of 4096
+    offset: int  # position of the first byte in the file, a multiple of 4096
     size: int  # length in bytes
-    # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, preferably of at most
-    # 1 MiB each; the memory of an array is copied or sent before the next is requested.
+    # Called once, in one thread. Yields one-dimensional uint8 arrays, preferably of at most 1 MiB each and ``size``
+    # bytes in total. Each array is copied or sent before the next one is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    lasting: bool = False  # whether parts stay unchanged until the file is written, so that they need no copy
+    lasting: bool = False  # whether the parts stay unchanged until the file is written, so they need no copy
 
 
 class DataFile(NamedTuple):
-    name: str  # path relative to the directory below which the files are written
+    name: str  # path relative to the target directory
     size: int  # length in bytes
-    segments: Sequence[Segment]  # content, in ascending order; gaps are zeros
+    segments: Sequence[Segment]  # content in ascending order of offset; gaps are filled with zeros
 
 
 class FileIdentity(NamedTuple):
-    """Properties that identify a data file as long as no process writes to it."""
+    """File metadata that identifies a data file until it is modified."""
 
     inode: int
     size: int  # bytes
     modified: int  # nanoseconds
-    changed: int  # nanoseconds; changes with names and permissions, too, and cannot be set by programs
+    changed: int  # nanoseconds; also updated when links or permissions change, and cannot be set by programs
 
 
 class DataReader(Protocol):
-    """A bulk data file open for reading; every method may be called from many threads concurrently."""
+    """A bulk data file open for reading. Its methods may be called from several threads at once."""
 
     @property
     def size(self) -> int:
@@ -62,10 +62,10 @@ class DataReader(Protocol):
         Args:
             offset: Start of the range, in bytes.
             length: Number of bytes to read.
-            buffer: Memory to read into, for a caller that copies the bytes; None allocates new memory.
+            buffer: A reusable buffer to read into, for a caller that copies the bytes; None allocates new memory.
 
         Returns:
-            A one-dimensional uint8 array of ``length`` bytes; a view of ``buffer`` if one is given.
+            A one-dimensional uint8 array of ``length`` bytes. If a buffer is given, the array is a view of it.
 
         Raises:
             DamagedCheckpointError: The file ends before the end of the range.
@@ -73,15 +73,15 @@ class DataReader(Protocol):
         """
 
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
-        """Fill buffers, one after the other, with the bytes that start at ``offset``, without a copy.
+        """Read the bytes from ``offset`` on directly into the given arrays, filling one after the other.
 
         Returns:
-            False if only :meth:`read` can read these bytes; the content of the buffers is then undefined.
+            False if the caller must use :meth:`read` instead; the content of the arrays is then undefined.
         """
         return False
 
     def close(self) -> None:
-        """Close the file; arrays that were read from it remain valid."""
+        """Close the file. Arrays that have been read from it remain valid."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""S3, Google Cloud Storage and Azure Blob Storage through obstore: the extras ``s3``, ``gcs`` and ``azure``.
+"""S3, Google Cloud Storage and Azure Blob Storage through obstore (the extras ``s3``, ``gcs`` and ``azure``).
 
-Requests run on an event loop in a separate thread, so that Ctrl-C can end the wait for a request and cancel it:
-obstore's blocking calls do not react to signals.
+Requests run on an event loop in a background thread, so that Ctrl-C can interrupt the wait for a request and cancel
+it. obstore's blocking calls do not react to signals.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("holdfast")
 
-_NEVER = datetime.timedelta(days=1)  # effectively disables obstore's timeouts: holdfast limits each request by its size
+_NEVER = datetime.timedelta(days=1)  # in effect, no timeout in obstore; holdfast sets a time limit per request
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
 
-SINGLE_REQUEST_BYTES = 128 << 20  # maximum file size in bytes for an upload in a single request, not in blocks
+SINGLE_REQUEST_BYTES = 128 << 20  # maximum size in bytes of a file that is uploaded in one request instead of blocks
 BLOCK_BYTES = 8 << 20  # minimum block size in bytes
-_BLOCKS = 3  # blocks uploaded concurrently
+_BLOCKS = 3  # number of blocks uploaded concurrently
 _MOST_BLOCKS = 10_000  # maximum number of blocks per object in S3 and Google Cloud Storage
 _PIECE = 4 << 20  # minimum chunk size in bytes when a range is streamed
 
 _LIST_PAGE = 1000  # names per page in a service's listing
-_CONFLICTS = 5  # attempts at a conditional request while S3 answers with 409, which asks for a retry
+_CONFLICTS = 5  # maximum attempts at a conditional request if S3 responds with 409, which asks for a retry
 _ANONYMOUS = 60.0  # seconds after which credentials are looked up again if none were found
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
@@ -66,11 +66,11 @@ _UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the servic
 
 _lock = Lock()
 _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one event loop, with the PID of its process
-_conditional: dict[str, bool] = {}  # from service address to whether the service honours conditional writes
+_conditional: dict[str, bool] = {}  # whether services honour conditional writes, keyed by service address
 
 
 def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
-    """Return the backend of a bucket or container; equal settings give the same object."""
+    """Return the backend for a bucket or container. Calls with equal settings return the same object."""
     for package in service.packages:
         check_installed(package, root, service.extra)
     return _open_cloud(service, root, service.settings())  # type: ignore[arg-type]
@@ -90,22 +90,22 @@ def check_installed(package: str, root: str, extra: str) -> None:
 
 
 class CloudBackend(ObjectStoreBackend):
-    """A bucket or container of a service supported by obstore; each service is a subclass."""
+    """A bucket or container of a cloud service that obstore supports; each service has its own subclass."""
 
     extra: ClassVar[str]  # the holdfast extra that installs the packages
     packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra that are always required
-    variables: ClassVar[tuple[str, ...]]  # prefixes of the environment variables that the service reads, in capitals
-    secrets: ClassVar[re.Pattern[str]]  # the variables whose values are sent in HTTP headers, in capitals
+    variables: ClassVar[tuple[str, ...]]  # uppercase prefixes of the environment variables that configure the service
+    secrets: ClassVar[re.Pattern[str]]  # uppercase names of the variables whose values are sent in HTTP headers
     is_conditional: ClassVar[bool] = True  # whether the service is known to support conditional writes
     lacks: ClassVar[frozenset[str]] = frozenset()  # unsupported requests: "copy", "remove" (bulk deletion), "range"
 
     def __init__(self, root: str, address: str = "") -> None:
         super().__init__(root, is_remote=True)
-        self._address = address  # service address, which other buckets may share; "" for the default address
+        self._address = address  # address of the service; "" for the default address
         self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of the same bucket
         self._bucket = root.partition("://")[2]
-        # Shared with the snapshots of this backend.
-        self._stores: dict[bool, tuple[float, Any]] = {}  # from ``once`` to expiry time and store
+        # Snapshots of this backend are shallow copies, so they share the following objects.
+        self._stores: dict[bool, tuple[float, Any]] = {}  # expiry time and store, keyed by ``once``
         self._opening = Lock()
         self._lacks = set(self.lacks)
 
@@ -114,11 +114,11 @@ class CloudBackend(ObjectStoreBackend):
 
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables that the service reads, in sorted order."""
+        """Return the environment variables that configure the service, as sorted pairs of name and value."""
         return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Return an obstore store with the HTTP client options ``client``; with ``once``, it does not retry."""
+        """Open an obstore store with the HTTP client options ``client``. If ``once`` is set, it does not retry."""
         raise NotImplementedError
 
     # ---- reads
@@ -158,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # unfilled parts; bytes filled in the first one
+            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes already in the first one
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -177,7 +177,7 @@ class CloudBackend(ObjectStoreBackend):
             return False
 
     def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any], Awaitable[T]]) -> T:
-        """Request a byte range of an object, unless the service is known not to serve ranges."""
+        """Request a byte range of an object; raise an error if the service is known not to support ranges."""
         if "range" in self._lacks:
             raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
         try:
@@ -188,7 +188,7 @@ class CloudBackend(ObjectStoreBackend):
             raise
 
     def _read(self, key: str) -> tuple[bytes, dict[str, Any]]:
-        """Return the content of an object, and the metadata that identifies its version."""
+        """Return the content of an object and the metadata that identifies its version."""
 
         async def read(store: Any) -> tuple[bytes, dict[str, Any]]:
             answer = await store.get_async(key)
@@ -206,7 +206,7 @@ class CloudBackend(ObjectStoreBackend):
 
         names += self._ask(key, "list", below)
         exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
-        # A proxy's page looks like the end of a listing: an empty listing, or one ending with a full page, is retried.
+        # A response from a proxy looks like the end of the listing, so retry an empty listing or a full last page.
         if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
@@ -224,7 +224,7 @@ class CloudBackend(ObjectStoreBackend):
             "write",
             lambda store: store.put_async(key, body, use_multipart=False, **options),
             size,
-            attempts=1 if options else GARBLED,  # no retry: after a success, the condition no longer holds
+            attempts=1 if options else GARBLED,  # a write that has succeeded invalidates its own condition
         )
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -242,7 +242,7 @@ class CloudBackend(ObjectStoreBackend):
             self._put(key, memory, size)
 
     def _put_blocks(self, key: str, size: int, parts: Iterator[NDArray[np.uint8]]) -> None:
-        # This thread produces the parts: waiting for them in an obstore thread would block all other requests.
+        # This thread produces the parts, because waiting for them in an obstore thread would block other requests.
         wanted: queue.SimpleQueue[asyncio.Future[bytes | None] | None] = queue.SimpleQueue()
 
         async def given() -> AsyncIterator[bytes]:
@@ -258,7 +258,7 @@ class CloudBackend(ObjectStoreBackend):
             upload.add_done_callback(lambda _: wanted.put(None))
             with contextlib.suppress(queue.Empty):
                 while (answer := wanted.get(timeout=time_limit(0))) is not None:
-                    # copied, because several parts are in flight and the next part may reuse the memory of this one
+                    # The part is copied because several are in flight, and the next one may reuse its memory.
                     part = next((part.tobytes() for part in parts if part.size), None)
                     loop.call_soon_threadsafe(_answer, answer, part)
 
@@ -318,12 +318,12 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Each service is tested once by creating an object twice; one that ignores conditions rewrites the same data.
+        # Test each service once by creating an object twice; if it ignores conditions, it rewrites the same data.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:
             try:
-                # The object may be missing, so the first write may succeed.
+                # The first write may succeed even if conditions are honoured, because the object may not exist.
                 honoured = not all(self.write_where(key, data, None) for _ in range(2))
             except HoldfastError as error:
                 if isinstance(error, StorageUnavailableError) and not _UNKNOWN_REQUEST.search(str(error)):
@@ -347,7 +347,7 @@ class CloudBackend(ObjectStoreBackend):
             except ObjectNotFoundError:
                 if generation is None:
                     raise
-                return False  # it has been deleted meanwhile
+                return False  # the object has been deleted in the meantime
             except StorageConflictError as error:
                 if _REFUSALS.search(str(error)):
                     return False
@@ -371,8 +371,6 @@ class CloudBackend(ObjectStoreBackend):
         once: bool = False,
         meanwhile: Callable[[Future[Any], asyncio.AbstractEventLoop], None] | None = None,
     ) -> T:
-        """Start a request to the store and wait for its answer."""
-
         def begin() -> Future[T]:
             loop = _running_loop(self.url(key))
             store = self._store(once)
@@ -389,18 +387,18 @@ class CloudBackend(ObjectStoreBackend):
                     raise
             return future
 
-        # obstore does not retry a request whose answer is cut off.
+        # Garbled responses are retried here because obstore does not retry a request whose response is cut off.
         return self.request(key, action, begin, nbytes, attempts=attempts)
 
     def _try(self, key: str, action: str, start: Callable[[Any], Awaitable[Any]]) -> None:
-        """Make a request without retries, because the caller has a fallback."""
+        """Send a request without retries, for a caller that has a fallback."""
         self._ask(key, action, start, UNKNOWN_SIZE, once=True)
 
     def _store(self, once: bool) -> Any:
         with self._opening:
             end, store = self._stores.get(once, (0.0, None))
             if time.monotonic() >= end:
-                # Stall timeout: seconds without a received byte after which an attempt fails.
+                # An attempt fails after this many seconds in which no byte is received.
                 stalled = float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
                 client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=stalled)}
                 if certificates := os.environ.get("TENSORSTORE_CA_BUNDLE"):
@@ -426,14 +424,14 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return an answer's metadata; raise ValueError if it has no ETag, because a proxy may have sent it."""
+    """Return the metadata of a response; raise ValueError if it lacks an ETag, because a proxy may have sent it."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta
 
 
 def _answer(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():  # it may have been cancelled
+    if not future.done():  # the future may have been cancelled
         future.set_result(value)
 
 

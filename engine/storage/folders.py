@@ -1,4 +1,4 @@
-"""Folders whose files are in memory or on several hosts."""
+"""Folders whose files are held in memory or spread over several hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .object_store import ObjectStoreBackend
 
 
 class FolderInMemory(ObjectStoreBackend):
-    """A folder whose files are held in memory, keyed by path, before a joint write or after a joint read."""
+    """A folder of in-memory files, keyed by path, which are stored together in one zip file."""
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         super().__init__(url, is_remote=False)
@@ -41,12 +41,12 @@ class FolderInMemory(ObjectStoreBackend):
 
 
 def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
-    """Return a folder with these files; messages name ``location``, and writes go to ``files``."""
+    """Return an in-memory folder that reads and writes ``files``; its error messages refer to ``location``."""
     return Location(FolderInMemory(location.url, files), "")
 
 
 class ScatteredFiles(ObjectStoreBackend):
-    """A folder of read-only files, each on one of several hosts; ``sizes`` maps their paths to bytes."""
+    """A read-only folder with files on several hosts; ``sizes`` maps the file paths to sizes in bytes."""
 
     def __init__(self, name: str, sizes: Mapping[str, int], open_file: Callable[[str], DataReader]) -> None:
         super().__init__(name, is_remote=False)

@@ -1,6 +1,6 @@
-"""All other URL schemes, through fsspec (the extra ``fsspec``), and pyarrow file systems.
+"""Access through fsspec (the extra ``fsspec``) to all other URL schemes and to pyarrow file systems.
 
-The guarantees that such a file system cannot give are logged when it is opened; docs/object_stores.md lists them.
+A warning lists the guarantees that a file system cannot give when it is opened; docs/object_stores.md explains them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
 
-_UNCACHED = {"skip_instance_cache": True}  # so that backends share no connections
+_UNCACHED = {"skip_instance_cache": True}  # each backend gets its own connections
 
-# Schemes that refer to another address, and read-only schemes.
+# Unsupported schemes: those that refer to another address, and read-only ones.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
-# Object stores, which replace whole objects at once.
+# Object stores, which replace an object atomically.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
 _REPLACING = frozenset({"sftp", "ssh"})  # file systems whose rename replaces an existing file atomically
 # File systems with an atomic rename that never replaces an existing file.
@@ -53,7 +53,7 @@ _RENAMING = frozenset({"hdfs", "arrow_hdfs", "webhdfs", "viewfs", "smb"})
 # Names of options that hold secrets.
 _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|connection_string", re.IGNORECASE)
 
-_ADDRESS = re.compile(r"\\x00address \d+")  # address of a class or function in the description of a file system
+_ADDRESS = re.compile(r"\\x00address \d+")  # memory address of a class or function in a file system's description
 
 _MISSING = re.compile("NotFound|NoSuch")
 _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # matched against exception class names
@@ -64,15 +64,15 @@ _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # matched
 
 
 class _TimedOutError(Exception):
-    """A library's own timeout during a request, as opposed to holdfast's time limit."""
+    """A timeout raised by the file system's library, as opposed to holdfast's own time limit."""
 
 
-_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program passed, keyed by URL scheme
+_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program has passed, keyed by URL scheme
 _given_lock = Lock()
 
 
 def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
-    """Return the backend for a URL; equal settings give the same object."""
+    """Return the backend for a URL. Calls with equal settings return the same object."""
     if "+" in scheme:
         if scheme in _given:
             return _given[scheme]
@@ -114,7 +114,7 @@ def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend
 
 
 def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:
-    """Return the backend and key of a path in an fsspec or pyarrow file system; the plain path if that is local."""
+    """Return the backend and key of a path in an fsspec or pyarrow file system, or just the path if it is local."""
     if importlib.util.find_spec("fsspec") is None:
         raise OptionError(f"filesystem= needs fsspec: {install_command('fsspec')}")
     import fsspec
@@ -150,7 +150,7 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
             if backend.prefix == prefix and (backend.given is filesystem or backend.description == description):
                 return backend, key
         scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{name}"
-        while scheme in _given:  # taken by a different file system whose class has the same name
+        while scheme in _given:  # a different file system has the same name
             scheme += "a"
         _given[scheme] = backend = FsspecBackend(
             f"{scheme}://", protocol, lambda: (_of_this_process(wrapped), prefix), filesystem, prefix, description
@@ -159,9 +159,9 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
-    """Return a name for a file system, and a description that only equal file systems share."""
-    # The name is the same in all processes unless there are secrets: a name that omits them would refer to other files
-    # in a process with other secrets, and a name derived from them would reveal them.
+    """Return a name for a file system and a description that only equal file systems share."""
+    # Without secrets, the name is the same in all processes. With secrets, it is random: a name derived from them
+    # would reveal them, and a name without them could refer to other files in a process with other secrets.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
@@ -173,7 +173,7 @@ def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
 
 
 def _described(value: Any, secrets: list[str]) -> Any:
-    """Return the state that pickle would write for a value; add the names of options with secrets to ``secrets``."""
+    """Return the state that pickle would store for a value, and append the names of secret options to ``secrets``."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -190,12 +190,12 @@ def _described(value: Any, secrets: list[str]) -> Any:
 
 
 def _is_arrow(filesystem: Any) -> bool:
-    """Return whether this is fsspec's wrapper around a pyarrow file system."""
+    """Return whether a file system is fsspec's wrapper around a pyarrow file system."""
     return type(filesystem).__name__ == "ArrowFSWrapper"
 
 
 def _of_this_process(filesystem: Any) -> Any:
-    """Return the file system or, in a forked process, a new fsspec file system with the same options."""
+    """Return a file system or, if this process has been forked since it was opened, a new one with equal options."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
     if _is_arrow(filesystem):
@@ -207,7 +207,7 @@ def _of_this_process(filesystem: Any) -> Any:
 
 
 class FsspecBackend(ObjectStoreBackend):
-    """An fsspec file system; ``connect`` returns it and the common prefix of all its paths, which precedes the key."""
+    """An fsspec file system. ``connect`` returns the file system and the path prefix that precedes every key."""
 
     def __init__(
         self,
@@ -226,10 +226,10 @@ class FsspecBackend(ObjectStoreBackend):
         self._whole = protocol in _WHOLE
         self._replaces = protocol in _REPLACING
         self._renames = protocol in _RENAMING or self._replaces
-        self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
+        self._connected: tuple[int, Any, str, Any] | None = None  # process ID, file system, prefix and lock
         self._connecting = Lock()
         in_one_step = self._whole or self._replaces
-        risks = {  # from each risk to whether the file system avoids it
+        risks = {  # whether the file system avoids each risk
             "two saves to one path at the same time are not kept apart": False,
             "what was written may be lost if the machines that keep it lose power": self._whole,
             "a crash may leave half of a commit record, and readers may see one": self._whole or self._renames,
@@ -249,7 +249,7 @@ class FsspecBackend(ObjectStoreBackend):
         if byte_range is None:
             return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path), UNKNOWN_SIZE))
         start, stop = byte_range.start, byte_range.stop
-        size = self.object_size(key)  # file systems differ in how they answer a range beyond the end of a file
+        size = self.object_size(key)  # file systems differ in how they handle a range beyond the end of a file
         if start >= size and stop > start:
             raise truncated(self.url(key), size, start, stop - start)
         if start == stop:
@@ -321,9 +321,9 @@ class FsspecBackend(ObjectStoreBackend):
                 with _unless_gone(fs, path):
                     fs.rm(path, recursive=True)
                 return
-            if _is_arrow(fs):  # pyarrow's rmdir would also delete files written to an empty folder meanwhile.
+            if _is_arrow(fs):  # pyarrow's rmdir would also delete files that another process has just written
                 return
-            # Files written since the listing are kept, and so are the folders that contain them.
+            # Only empty folders are removed, so that files written since the listing are kept.
             for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
                 with _unless_gone(fs, folder, or_filled=True):
                     if not fs.ls(folder, detail=False):
@@ -340,7 +340,7 @@ class FsspecBackend(ObjectStoreBackend):
         return sorted(self._walk(key))
 
     def _walk(self, key: str) -> Iterator[str]:
-        """Yield the keys of all files at and below a key; an error is raised, not treated as an empty directory."""
+        """Yield the keys of all files at or below a key. Unlike fsspec's find and walk, raise errors from listings."""
         folders = [key]
         while folders:
             folder = folders.pop()
@@ -371,19 +371,19 @@ class FsspecBackend(ObjectStoreBackend):
     # ---- calls
 
     def _do(self, key: str, action: str, call: Callable[[Any, str], T], nbytes: int = 0) -> T:
-        """Make a call in a new thread, so that Ctrl-C or the time limit can end the wait for it."""
+        """Run a call in a new thread, so that Ctrl-C or the time limit can end the wait for its result."""
 
         def begin() -> Future[T]:
             answer: Future[T] = Future()
-            answer.set_running_or_notify_cancel()  # the call cannot be cancelled; a late result is dropped
+            answer.set_running_or_notify_cancel()  # the call cannot be cancelled, but a late result is ignored
 
             def run() -> None:
                 try:
                     fs, prefix, lock = self._filesystem()
                     with lock:
-                        fs.invalidate_cache()  # cached listings, which other processes may have made stale
+                        fs.invalidate_cache()  # other processes may have made cached listings stale
                         answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
-                except TimeoutError as error:  # must not be mistaken for holdfast's own time limit
+                except TimeoutError as error:  # the caller must not mistake this for holdfast's own time limit
                     answer.set_exception(_TimedOutError(str(error)))
                 except BaseException as error:
                     answer.set_exception(error)
@@ -395,17 +395,17 @@ class FsspecBackend(ObjectStoreBackend):
 
     def _filesystem(self) -> tuple[Any, str, Any]:
         with self._connecting:
-            # After a fork, parent and child cannot both use fsspec's connections and threads.
+            # A forked child cannot use the fsspec connections and threads of its parent.
             if self._connected is None or self._connected[0] != os.getpid():
                 fs, prefix = self._connect()
-                # Several threads must not use a synchronous file system concurrently, except pyarrow's.
+                # Of the synchronous file systems, only pyarrow's may be used by several threads at once.
                 together = getattr(fs, "async_impl", False) or _is_arrow(fs)
                 lock: Any = contextlib.nullcontext() if together else threading.Lock()
                 self._connected = (os.getpid(), fs, prefix, lock)
             return self._connected[1:]
 
     def failures(self) -> tuple[type[Exception], ...]:
-        return (Exception,)  # each library has its own exceptions
+        return (Exception,)  # each library raises its own exceptions
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
         text = " ".join(self._hidden(str(error)).split())
@@ -423,11 +423,11 @@ class FsspecBackend(ObjectStoreBackend):
         return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
 
     def _hidden(self, text: str) -> str:
-        """Mask the secrets from the file system's options in a text."""
+        """Mask all secrets from the file system's options that occur in a text."""
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
-        for secret in sorted(_secrets(options), key=len, reverse=True):  # longest first: one may contain another
+        for secret in sorted(_secrets(options), key=len, reverse=True):  # a long secret may contain a shorter one
             for form in (secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]):
                 text = text.replace(form, "***")
         return text
@@ -435,10 +435,10 @@ class FsspecBackend(ObjectStoreBackend):
 
 @contextlib.contextmanager
 def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[None]:
-    """Suppress the error of a deletion if another process has deleted the folder or (``or_filled``) written into it."""
+    """Suppress a deletion error if another process has deleted the folder or, with ``or_filled``, written into it."""
     try:
         yield
-    except Exception as error:  # each library has its own exceptions
+    except Exception as error:  # each library raises its own exceptions
         fs.invalidate_cache()
         try:
             if not _is_folder(fs, folder) or (or_filled and fs.ls(folder, detail=False)):
@@ -451,7 +451,7 @@ def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[N
 
 
 def _is_folder(fs: Any, path: str) -> bool:
-    """Return whether a folder exists; unlike fsspec's isdir, raise an error if the connection is lost."""
+    """Return whether a folder exists. Unlike fsspec's isdir, raise an error if the connection is lost."""
     try:
         return bool(fs.info(path)["type"] == "directory")
     except Exception as error:
@@ -461,14 +461,14 @@ def _is_folder(fs: Any, path: str) -> bool:
 
 
 def _says_gone(error: Exception) -> bool:
-    """Return whether an error means that a path does not exist, by its errno or class name."""
+    """Return whether the errno or the class name of an error means that a path does not exist."""
     if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
         return True
     return any(_MISSING.search(base.__name__) for base in type(error).__mro__)
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the secrets among options: all values below a secret name, and the passwords in URLs."""
+    """Yield the secrets in options: all values under a secret name, and the passwords in URLs."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)

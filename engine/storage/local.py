@@ -1,9 +1,9 @@
 """Files on a local file system: small files, and bulk data files at the full speed of the disk.
 
-Bulk data files bypass the page cache where the file system allows it. Several threads write one file: each takes whole
-segments, gathers their parts in a large aligned block and writes the block. While one thread produces parts and holds
-the GIL, the others wait for the disk without it. Files of up to one block go through the page cache: the disk writes
-them while the caller computes the next file.
+Bulk data files bypass the page cache if the file system allows it. Several threads write each file: a thread takes a
+segment, collects its parts in a large aligned block and writes the block. While one thread holds the GIL to produce
+parts, the others wait for the disk without holding it. Files no larger than one block go through the page cache, so
+that the disk can write them while the caller produces the next file.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which its own listings hide, too
+HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which TensorStore also hides in its own listings
 
-TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic writes use; a crash may leave one behind
+TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary files of atomic writes; a crash may leave one behind
 
 THREADS = 8  # threads that write one file, including the calling thread
 
-# Writer threads beside a training loop: two of them reach most of the speed; more would take CPU time from the loop.
+# Number of writer threads while a training loop runs: two reach most of the speed, more would slow down the loop.
 THREADS_BESIDE = max(2, CORES // 2)
 
-BLOCK = 4 << 20  # bytes that a thread gathers before each write
+BLOCK = 4 << 20  # bytes that a thread collects for each write
 
-# Block size for the page cache. Larger writes get huge pages, which are slow where a hypervisor reclaims memory.
+# Bytes per write to the page cache. Larger writes get huge pages, which are slow if a hypervisor reclaims memory.
 _CACHED_BLOCK = 256 << 10
 
 _LOCK = "hhqqi4x"  # struct flock of fcntl(2) with 64-bit offsets
-_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere, readers cannot detect each other
+_SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux only; on other systems, readers cannot detect each other
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
 _SYNCS = 6  # maximum number of files and directories synced concurrently
 _SYNCS_OF_THREAD = 32  # files and directories per sync thread
 _REMOVALS = 100  # maximum attempts to remove a tree while other processes modify it
 
-_AWAY = "move it away"  # advice for errors where something else occupies the path of one of our files
+_AWAY = "move it away"  # advice if the path of one of our files leads to something that is not a regular file
 _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
@@ -95,10 +95,10 @@ class LocalBackend:
                     try:
                         is_directory = item.is_dir()
                         status = None if is_directory else item.stat()
-                    except FileNotFoundError:  # a broken symlink, or the entry has been deleted meanwhile
+                    except FileNotFoundError:  # a broken symlink, or an entry that has just been deleted
                         if not os.path.lexists(item.path):
                             continue
-                    except OSError:  # a symlink loop, or a broken disk: opening the entry reports it
+                    except OSError:  # a symlink loop or a broken disk; opening the entry will raise the error
                         pass
                     facts = (status.st_size, status.st_nlink) if status else ()
                     entries.append(Entry(item.name, is_directory, *facts))
@@ -151,7 +151,7 @@ class LocalBackend:
         with os_errors(key, "create the directory"):
             try:
                 os.mkdir(key)
-            except FileExistsError:  # another process has created it meanwhile, or a file has this name
+            except FileExistsError:  # another process has just created the directory, or a file has this name
                 if not os.path.isdir(key):
                     raise
                 is_new = False
@@ -185,7 +185,7 @@ class LocalBackend:
             if last is None:
                 _remove(key)
                 return
-            try:  # once the marker is deleted, another save may already write here
+            try:  # once the marker is deleted, another save may begin to write to this directory
                 os.rmdir(key)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
@@ -230,20 +230,19 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, expected: FileIdentity) -> FileIdentity:
-        """Hard-link or clone a file; make a linked file read-only, because a write through one name changes all."""
+        """Hard-link or clone a file. A linked file becomes read-only, because all its names share the content."""
         if self.identity(key) != expected:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
-        except NotImplementedError:  # a system that would follow a symlink and link its target
+        except NotImplementedError:  # this system would follow a symlink and link its target
             raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
                 raise
             return self._cloned(key, target, expected, refusal)
-        if (
-            self.identity(target)[:3] != expected[:3]
-        ):  # the file has been replaced meanwhile, or the file system copies instead of linking
+        # The file may have been replaced in the meantime, or the file system may have copied instead of linking it.
+        if self.identity(target)[:3] != expected[:3]:
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
         with contextlib.suppress(OSError):
@@ -251,7 +250,7 @@ class LocalBackend:
         return self.identity(target)
 
     def _cloned(self, source: str, target: str, expected: FileIdentity, refusal: OSError) -> FileIdentity:
-        """Clone a file durably if the file system supports it; otherwise raise ``refusal``, the hard link's error."""
+        """Make a durable clone of a file; if the file system cannot, raise ``refusal``, the error of the hard link."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -278,7 +277,7 @@ class LocalBackend:
 
 
 class LocalDataReader(DataReader):
-    """One data file on a local file system; for ``cached``, see ``Location.open_data``."""
+    """A reader for one data file on a local file system; ``Location.open_data`` documents ``cached``."""
 
     def __init__(self, path: str, *, cached: bool | None) -> None:
         self._path = path
@@ -291,8 +290,8 @@ class LocalDataReader(DataReader):
         if cached:
             _advise(self._descriptor, _AHEAD)
         if cached is None and is_direct(self._descriptor):
-            with contextlib.suppress(OSError):  # the file system does not support locks
-                # Readers detect each other through a shared lock on the file, and then share the page cache.
+            with contextlib.suppress(OSError):  # the file system may not support locks
+                # Readers detect each other through shared locks on the file, and then switch to the page cache.
                 _lock_request(self._descriptor, _SET_LOCK, fcntl.F_RDLCK)
                 self._detects_readers = True
 
@@ -333,13 +332,13 @@ class LocalDataReader(DataReader):
 
 
 def _lock_request(descriptor: int, request: int, lock_type: int) -> int:
-    """Request a lock for one open file description; return the type of the conflicting lock."""
+    """Set or test a lock on an open file description, and return the lock type that the kernel reports."""
     lock = struct.pack(_LOCK, lock_type, os.SEEK_SET, 0, 0, 0)
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
 
 
 def _transfer(call: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
-    """Read or write; if the file system refuses direct I/O, fall back to buffered I/O."""
+    """Read or write, and fall back to buffered I/O if the file system refuses direct I/O."""
     try:
         return call(descriptor, memory, offset)
     except OSError as error:
@@ -350,7 +349,7 @@ def _transfer(call: Callable[[int, T, int], int], descriptor: int, memory: T, of
 
 
 def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read into one buffer like ``os.preadv``, which older macOS versions lack; costs an extra copy."""
+    """Read into one buffer with an extra copy, because older macOS versions lack ``os.preadv``."""
     [memory] = buffers
     data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
@@ -358,28 +357,27 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Sync a file; with ``drive``, used for commit records, also flush all that the drive received before (macOS)."""
+    """Sync a file. With ``drive``, which commit records need, also flush the cache of the drive on macOS."""
     if drive and _FULL_SYNC is not None:
-        with contextlib.suppress(OSError):  # not supported by some file systems, such as network file systems
+        with contextlib.suppress(OSError):  # some file systems, such as network file systems, do not support this
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
 
 
 def sync_all(paths: Sequence[str]) -> None:
-    """Sync files and directories, so that file contents and directory entries are durable."""
-    # The first sync also commits the metadata of the others, so threads pay off only for many paths.
+    """Sync files and directories to make file contents and directory entries durable."""
+    # The first sync also commits the metadata of the other files, so threads pay off only for many paths.
     parallel_map(_sync_path, paths, min(_SYNCS, 1 + len(paths) // _SYNCS_OF_THREAD), name="holdfast-sync")
 
 
 def _sync_path(path: str, *, drive: bool = False) -> None:
-    """Sync the content of a file, or the entries of a directory."""
     with os_errors(path, "sync"):
         descriptor = _open(path, os.O_RDONLY)
         try:
             _sync(descriptor, drive=drive)
         except OSError as error:
-            # Some network file systems do not support fsync on directories: their servers sync them anyway.
+            # Some network file systems do not support fsync on directories, which their servers sync anyway.
             refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
             if not (refused and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
                 raise
@@ -394,7 +392,7 @@ def _advise(descriptor: int, advice: int) -> None:
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
-    """Append a line to a file in a single write, so that lines from several processes do not mix; nothing is synced."""
+    """Append a line to a file in a single write, so that several processes can append. The file is not synced."""
     descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -404,7 +402,7 @@ def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True)
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file of this run or checkpoint; raise OSError for a symlink (ELOOP) or other non-regular file (EINVAL)."""
-    # A symlink could lead to another run's file, and opening a pipe would block until its other end is opened.
+    # A symlink could lead to a file of another run, and opening a pipe would block until its other end is opened.
     try:
         descriptor = _open(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -423,7 +421,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 def _new_file(path: str, size: int, *, cached: bool) -> Iterator[int]:
     """Create a data file and yield its descriptor; delete the file if the block raises an error."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # processes that have an earlier file of this name open keep reading it
+        os.unlink(path)  # processes that have the old file open can still read it
     descriptor = (_open if cached else _open_direct)(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
@@ -447,12 +445,12 @@ def _write_segment(descriptor: int, stop: threading.Event, cached: bool, segment
                 count = _transfer(os.pwrite, descriptor, data[written:], position + written)
                 if count <= 0:
                     raise OSError(errno.EIO, f"the system wrote {count} of {len(data) - written} bytes")
-                written += count  # After a partial write that ends within a page, EINVAL switches to buffered I/O.
+                written += count  # if a partial write ends within a page, the next one uses buffered I/O
             position += written
 
 
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
-    """Gather the parts of a segment in a block; yield it whenever it is full, and the rest padded to whole pages."""
+    """Collect the parts of a segment in a block and yield it whenever it is full; pad the last one to whole pages."""
     filled, remaining = 0, segment.size
     for part in segment.parts():
         if stop.is_set():
@@ -460,8 +458,8 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         remaining -= part.size
         if remaining < 0:
             break
-        # Not NumPy's assignment, which would release the GIL for each part: a computing thread would then hold it for
-        # milliseconds each time.
+        # NumPy's assignment would release the GIL for each part, and a computing thread would then hold it for
+        # milliseconds. A memoryview does not release the GIL.
         data, room = part.data, len(block) - filled
         while len(data) >= room:
             block[filled:] = data[:room]
@@ -493,13 +491,13 @@ def _open_direct(path: str, flags: int) -> int:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Some file systems refuse only after creating the file, so it now exists and O_EXCL would fail.
+            # Some file systems create the file before they refuse direct I/O, and O_EXCL would then fail.
             flags &= ~os.O_EXCL
     return _open(path, flags)
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:
-    # With O_NONBLOCK, opening a pipe does not wait until its other end is opened.
+    # O_NONBLOCK prevents the call from waiting for the other end of a pipe.
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
@@ -508,13 +506,13 @@ def is_direct(descriptor: int) -> bool:
 
 
 def _make_buffered(descriptor: int) -> None:
-    """Switch a file descriptor to buffered I/O, for all threads that use it."""
+    """Switch a file descriptor to buffered I/O, which affects all threads that use it."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve space, to detect a full disk early, and set the length, because writes that extend a file are slow."""
-    # Where a file system cannot reserve space, the C library writes to every page, which fails at once with direct I/O.
+    """Reserve space to detect a full disk early, and set the length because writes that extend a file are slow."""
+    # If a file system cannot reserve space, the C library writes to every page, which direct I/O rejects at once.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -527,7 +525,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def _open_regular(path: str, opener: Callable[[str, int], int]) -> tuple[int, int]:
-    """Open a regular file for reading; return descriptor and length. Raise DamagedCheckpointError for other files."""
+    """Open a regular file and return its descriptor and length; raise DamagedCheckpointError for any other file."""
     try:
         descriptor = opener(path, os.O_RDONLY)
         status = os.fstat(descriptor)
@@ -541,11 +539,11 @@ def _open_regular(path: str, opener: Callable[[str, int], int]) -> tuple[int, in
 
 
 def _remove(path: str) -> None:
-    """Delete a file, symlink or directory tree, even while another process is deleting from it."""
+    """Delete a file, symlink or directory tree, even if another process is deleting it at the same time."""
     for _ in range(_REMOVALS):
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
-                import shutil  # imported lazily: it imports all archive formats
+                import shutil  # imported lazily because it imports all archive formats
 
                 shutil.rmtree(path)
             else:

@@ -1,6 +1,6 @@
-"""The address of a file, object or directory as one value: a local path or an object store URL.
+"""Locations, which represent local paths and object store URLs in the same way.
 
-``Location`` is the only caller of the backends: it checks arguments, joins names and documents what users may rely on.
+``Location`` is the only caller of the backends. It checks arguments, joins names and documents all guarantees.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _local = LocalBackend()
 def as_location(
     place: Place, *, filesystem: Any = None, writes: bool = False, observer: Observer | None = None
 ) -> Location:
-    """Return the location that a path or URL names.
+    """Convert a path or URL to a location.
 
     A relative path is resolved against the current directory at the time of this call. ``~`` and ``~name`` at the start
     of a path are expanded to home directories, as in a shell. Percent escapes in URLs, such as ``%20``, are decoded.
@@ -52,15 +52,15 @@ def as_location(
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``, ``gs://bucket/`` or
             ``az://container/``, or with another scheme that fsspec knows, such as ``sftp://host/`` or ``hdfs://host/``.
-        filesystem: The fsspec or pyarrow file system in which ``place`` is a path. Every process that has passed an
-            equal file system gets the same URL for the location, and can use it. If the file system has secrets among
-            its options or cannot be pickled, the URL is valid in this process only.
-        writes: Whether the caller is about to write to the location.
-        observer: Notified of the location, which it may replace with another one; None means the process's observer.
+        filesystem: The fsspec or pyarrow file system that contains the path ``place``. All processes that pass an
+            equal file system get the same URL for the location, and can open it. If the options of the file system
+            contain secrets, or if it cannot be pickled, the URL is valid only in this process.
+        writes: Whether the caller is going to write to the location.
+        observer: The observer to notify, which may replace the location; None means the observer of this process.
 
     Raises:
-        InvalidLocationError: ``place`` is neither a path nor a URL, or the URL's scheme is not one of these.
-        OptionError: The place needs a package that is not installed, or ``filesystem`` is not a supported file system.
+        InvalidLocationError: ``place`` is neither a path nor a URL, or the scheme of the URL is unknown.
+        OptionError: A required package is not installed, or ``filesystem`` is not a supported file system.
 
     >>> as_location("memory://runs/x") / "1200"
     Location('memory://runs/x/1200')
@@ -94,7 +94,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
-    from urllib.parse import unquote  # imported lazily: local paths need neither it nor its dependencies
+    from urllib.parse import unquote  # imported lazily because local paths do not need it
 
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
@@ -111,7 +111,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
 
 
 def _checked_path(text: str) -> str:
-    """Return text without a scheme as a path; raise InvalidLocationError for a broken URL or a Windows path."""
+    """Return ``text`` if it is a local path; raise InvalidLocationError for a broken URL or a Windows path."""
     if _CHAIN.match(text):
         raise InvalidLocationError(
             f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
@@ -133,7 +133,7 @@ def _checked_path(text: str) -> str:
 
 
 def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
-    """Return the backend for a URL and the path inside it; import backends lazily, because local paths need none."""
+    """Return the backend for a URL and the path inside it. Backends are imported only when they are needed."""
     if scheme == "memory":
         from .memory import open_memory
 
@@ -159,7 +159,7 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
             return open_cloud(Azure, address[0]), address[1]
     from .fsspec_store import open_fsspec
 
-    if "+" in scheme:  # the scheme of a file system object that the program passed
+    if "+" in scheme:  # the scheme of a file system that the program has passed
         authority, inside = "", path
     elif "@" in inside and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password with slashes, not a port
         authority, inside = path, ""
@@ -170,24 +170,24 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
 
 
 def sync_all(locations: Sequence[Location]) -> None:
-    """Sync local files and directory entries to disk concurrently; objects in a store are durable anyway."""
+    """Sync local files and directories to disk. Objects in a store are skipped, because they are durable already."""
     local.sync_all([os.fspath(location) for location in locations if location.is_local])
 
 
 def max_concurrency(location: Location) -> int:
-    """Return the maximum number of concurrent small requests: 1 on a local disk, which has no latency to hide."""
+    """Return how many small requests to run concurrently: 1 on a local disk, which has no latency to hide."""
     return 1 if location.is_local else REQUESTS
 
 
 class Location:
-    """A file, object or directory, on a local disk or in an object store; created by ``as_location``.
+    """A file, object or directory on a local disk or in an object store. Use ``as_location`` to create one.
 
-    Locations are immutable, comparable and hashable, and need not exist. All methods raise only errors of
-    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods named as in
-    ``pathlib`` are for handlers that were written for local paths; they raise the same errors as in ``pathlib``.
+    Locations are immutable, comparable and hashable, and they need not exist. Methods raise only errors from
+    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods that have
+    the same name as in ``pathlib`` support handlers written for local paths, and raise the same errors as there.
 
-    In a rehearsal (``holdfast drill``), all methods that modify something raise StateError at locations that were not
-    returned by ``as_location(place, writes=True)``.
+    In a rehearsal (``holdfast drill``), methods that modify data raise StateError unless the location was returned by
+    ``as_location(place, writes=True)``.
     """
 
     __slots__ = ("_backend", "_key")
@@ -202,7 +202,7 @@ class Location:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
     def _writing(self) -> Backend:
-        """Return the backend for a call that modifies this location, after checking that a write is allowed here."""
+        """Check that this location may be modified, and return its backend."""
         check_write(self.url)
         return self._backend
 
@@ -213,7 +213,7 @@ class Location:
 
     @property
     def url(self) -> str:
-        """The text that ``as_location`` turns back into this location: the URL, or a plain path if it is local."""
+        """The URL, or the plain path of a local location. ``as_location`` converts it back to this location."""
         return self._backend.url(self._key)
 
     @property
@@ -239,22 +239,22 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Whether requests cross a network, so that one may still arrive after its sender has given up."""
+        """Whether requests cross a network and may thus arrive after the sender has given up."""
         return self._backend.is_remote
 
     @property
     def path(self) -> pathlib.Path:
-        """The path, for local locations.
+        """The local path as a ``pathlib.Path``.
 
         Raises:
             TypeError: The location is not local.
         """
-        import pathlib  # imported lazily: few callers need it, and it has many imports
+        import pathlib  # imported lazily because few callers need it and it has many imports
 
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Resolve the symlinks in a local path, except in the name of a file, because it may show the format."""
+        """Resolve the symlinks in a local path, but keep the name of a file, because it may indicate the format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -302,22 +302,23 @@ class Location:
         return os.path.isfile(self._key) if self.is_local else self.is_there()
 
     def is_dir(self) -> bool:
-        """Return whether this is a directory; in an object store, whether any objects lie below it."""
+        """Return whether this is a directory; in an object store, whether there are objects below it."""
         return self.is_directory()
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Create this directory; a no-op in object stores, which have no directories."""
+        """Create this directory. This is a no-op in object stores, which have no directories."""
         if self.is_local:
             self._writing()
             self.path.mkdir(mode, parents, exist_ok)
 
     def iterdir(self) -> Iterator[Location]:
-        """Yield the locations directly inside, sorted by name."""
+        """Yield the location of each entry of this directory, sorted by name."""
         return (self / entry.name for entry in self.entries())
 
     def glob(self, pattern: str) -> Iterator[Location]:
-        """Yield the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted; symlinks are not
-        followed.
+        """Yield the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted in each directory.
+
+        ``**`` does not follow symlinks.
         """
         return iter(dict.fromkeys(self._matching(pattern.split("/"))))
 
@@ -344,9 +345,9 @@ class Location:
         errors: str | None = None,
         newline: str | None = None,
     ) -> IO[Any]:
-        """Open the file or object; an object is buffered in memory, and uploaded when it is closed.
+        """Open the file or object. An object is buffered in memory and uploaded when it is closed.
 
-        Text is UTF-8 unless another encoding is given.
+        Text is encoded in UTF-8 unless another encoding is given.
         """
         text = {"encoding": encoding, "errors": errors, "newline": newline}
         if not self.is_local:
@@ -370,10 +371,10 @@ class Location:
             return int(file.write(data))
 
     def snapshot(self, known: Collection[str] = ()) -> Location:
-        """Return this location with a fixed listing: an object store lists the names below it now, and not again.
+        """Return this location with a frozen listing: an object store lists the objects below it only once, now.
 
-        Reads through it see the current content; objects written through it may not be listed. The listing includes
-        ``known``, paths of objects below it, even if the store leaves them out.
+        Reads through the snapshot return the current content, but objects written through it may not be listed. The
+        listing always includes ``known``, the relative paths of objects that the store may not list yet.
         """
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(self._backend.snapshot(self._key, known), self._key)
@@ -384,15 +385,15 @@ class Location:
         return self._backend.is_there(self._key) or self._backend.is_directory(self._key)
 
     def is_there(self) -> bool:
-        """Return whether this is a file or an object; an object store needs one request, and two for ``exists``."""
+        """Like ``exists``, but ignore directories in object stores, which saves a request."""
         return self._backend.is_there(self._key)
 
     def is_directory(self) -> bool:
-        """Return whether this is a directory; in an object store, whether any objects lie below it."""
+        """Return whether this is a directory; in an object store, whether there are objects below it."""
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return the direct entries, sorted by name, without lock files; an empty list if the directory is missing."""
+        """Return the directory's entries except lock files, sorted by name; an empty list if it does not exist."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
@@ -400,27 +401,27 @@ class Location:
 
         Args:
             limit: The maximum number of bytes to accept; None for no limit.
-            size: The expected length, if known: an object store then needs one request instead of two, and bytes
-                beyond it are not read.
+            size: The expected length, if known. It saves a request to an object store, and bytes beyond it are not
+                read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
-            DamagedCheckpointError: It is longer than ``limit``, which is checked before reading.
+            DamagedCheckpointError: The content is longer than ``limit``; this is checked before reading.
         """
         return self._backend.read_bytes(self._key, limit, size)
 
     def read_own(self, limit: int, *, size: int | None = None) -> bytes:
-        """Return the content of a file that controls a run; refuse a symlink, which may lead to another run's file.
+        """Return the content of a file that controls a run. Refuse a symlink, which may lead to another run's file.
 
         Raises:
-            DamagedCheckpointError: It is a symlink, or :meth:`read_bytes` raises this error.
+            DamagedCheckpointError: This is a symlink, or :meth:`read_bytes` raises this error.
         """
         if self.is_link():
             raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
         return self.read_bytes(limit, size=size)
 
     def is_link(self) -> bool:
-        """Return whether this is a symbolic link, whose target may be read but belongs to something else."""
+        """Return whether this is a symbolic link. Its target may be read, but must not be modified."""
         return self.is_local and os.path.islink(self._key)
 
     def check_not_link(self) -> None:
@@ -432,7 +433,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether this has exactly ``size`` bytes, without reading them if the store reports the size.
+        """Return whether the content has exactly ``size`` bytes; read it only if the store does not report sizes.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -442,16 +443,16 @@ class Location:
     def write_bytes(
         self, data: bytes, *, atomic: bool = True, sync: bool = True, before: Sequence[Location] = ()
     ) -> None:
-        """Write a small file or object, replacing an older one; its content is durable on return.
+        """Write a small file or object, replacing any existing one. The content is durable on return.
 
         Args:
             data: The content.
-            atomic: Whether the write is atomic: readers, and a crash at any point, see the old or the new content, and
-                the name is durable, too. A non-atomic write is cheaper; use it in directories that are not committed
-                yet, whose names are synced together at the end.
-            sync: Without ``atomic``, False leaves it to a later :func:`sync_all` to make the content durable on a disk.
-            before: Files and directories on the same disk that must be durable before the content gets its name; they
-                are synced at the same time as the content.
+            atomic: Whether the write is atomic: readers see either the old or the new content, even after a crash, and
+                the name is durable as well. Non-atomic writes are cheaper; use them in uncommitted directories, whose
+                names are synced together at the end.
+            sync: If False (only for non-atomic writes), a later :func:`sync_all` must make the content durable.
+            before: Files and directories on the same disk that must be durable before the new content becomes visible.
+                They are synced together with it.
         """
         backend = self._writing()
         if isinstance(backend, LocalBackend):
@@ -460,31 +461,31 @@ class Location:
             backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
     def honours_conditions(self, data: bytes | None) -> bool:
-        """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
+        """Return whether ``write_bytes_if`` is atomic here, which requires a store with conditional writes.
 
         Args:
-            data: The current content of this object, which may be written again as a test. With None, nothing is
-                written, and the answer is False if that is not known yet.
+            data: The current content of this object, which may be written again to test the service. If None, nothing
+                is written, and the result is False unless the service is known to support conditional writes.
         """
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
-        """Write a small object only if its current content is ``expected`` or, for None, if it is missing.
+        """Write a small object only if its current content is ``expected``; None means that it must not exist.
 
         Returns:
-            Whether the object has the new content; another process may have written the same content.
+            Whether the object now has the new content, even if another process has written it.
         """
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object if its content is ``expected``; a write between the check and the deletion is lost."""
+        """Delete a small object if its content is ``expected``. A write between check and deletion is lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
-        """Create this directory and its missing parents; a no-op in object stores.
+        """Create this directory and its missing parents. This is a no-op in object stores.
 
         Args:
-            sync: Whether the new names must be durable on return.
+            sync: Whether the new directories must be durable on return.
 
         Returns:
             Whether this call created the directory.
@@ -492,11 +493,11 @@ class Location:
         return self._writing().make_directory(self._key, sync=sync)
 
     def sync_directory(self) -> None:
-        """Sync this directory, so that the names inside it are durable."""
+        """Sync this directory to make the names of its entries durable."""
         self._backend.sync_directory(self._key)
 
     def rename(self, name: str) -> Location:
-        """Rename this within its directory; the new name is durable on return.
+        """Rename this file, object or directory within its parent. The new name is durable on return.
 
         On a local disk, the rename is atomic and replaces an existing file or empty directory. In an object store, the
         objects are copied one by one and then deleted.
@@ -514,36 +515,36 @@ class Location:
         return target
 
     def remove(self) -> None:
-        """Delete this file or object, if it exists."""
+        """Delete this file or object if it exists."""
         self._writing().remove(self._key)
 
     def remove_tree(self, last: str | None = None, *, first: str | None = None) -> None:
-        """Delete this directory and everything below it, if it exists. Symlinks are deleted, never followed.
+        """Delete this directory and everything in it if it exists. Symlinks are deleted, not followed.
 
         In a snapshot of an object store, only the listed objects are deleted.
 
         Args:
-            last: The name of a file directly inside to delete last, so that it marks the remains of an interrupted
-                deletion.
-            first: The name of a file directly inside to delete first.
+            last: The name of a file in this directory to delete last, so that it marks an interrupted deletion.
+            first: The name of a file in this directory to delete first.
         """
         self._writing().remove_tree(self._key, first, last)
 
     def write_data(
         self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write one bulk data file, replacing an older one; on return, its content is durable, but its name is not yet.
+        """Write one bulk data file, replacing any existing one. On return, the content is durable, but not the name.
 
         Args:
             size: File length in bytes.
-            segments: The content, in ascending order; gaps are zeros. Several threads may produce the segments.
-            awaited: Set when a training loop that runs during this call starts to wait for it; until then, fewer
-                threads write to a disk. None means that no training loop runs meanwhile.
-            sync: False leaves it to a later :func:`sync_all` to make the content durable on a disk.
+            segments: The content in ascending order of offset; gaps are filled with zeros. Several threads may produce
+                segments at the same time.
+            awaited: An event that is set when a training loop starts to wait for this call. Until then, fewer threads
+                write to a disk. None means that no training loop runs during this call.
+            sync: If False, a later :func:`sync_all` must make the content durable on a disk.
 
         Raises:
             StorageError: The write failed; no file is left behind.
-            ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
+            ValueError: The segments are misplaced, or the parts of a segment do not add up to its size.
         """
         self.parent.write_data_files([DataFile(self.name, size, segments)], awaited, sync=sync)
 
@@ -552,12 +553,12 @@ class Location:
     ) -> None:
         """Write bulk data files below this directory, each in the same way as :meth:`write_data`.
 
-        On a disk, all threads write one file at a time; an object store receives several files at once.
+        On a disk, all threads write one file at a time. In an object store, several files are uploaded at once.
 
         Args:
             files: The files to write.
-            awaited: As for :meth:`write_data`.
-            sync: As for :meth:`write_data`.
+            awaited: See :meth:`write_data`.
+            sync: See :meth:`write_data`.
         """
         backend = self._writing()
         for file in files:
@@ -570,13 +571,13 @@ class Location:
             parallel_map(lambda file: backend.write_data(*file), keyed, UPLOADS, name="holdfast-upload")
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
-        """Open a bulk data file for reading; use it as a context manager, or close it.
+        """Open a bulk data file for reading. Use the reader as a context manager, or close it.
 
         Args:
-            size: The expected length, if known: an object store is then not queried before the first read, which raises
-                ObjectNotFoundError if there is no such object, and bytes beyond this length are never requested.
-            cached: Whether to read from a disk through the page cache, for several processes that read the same bytes.
-                None switches to the page cache once another reader that passed None for this file is detected.
+            size: The expected length, if known. The first request to an object store is then the first read, which
+                raises ObjectNotFoundError if there is no such object. Bytes beyond this length are never requested.
+            cached: Whether to read from a disk through the page cache, which pays off if several processes read the
+                same bytes. With None, reads switch to it once another reader with None has opened the file.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -584,20 +585,21 @@ class Location:
         return self._backend.open_data(self._key, size, cached=cached)
 
     def can_share(self) -> bool:
-        """Return whether :meth:`share` can work: it can on disks, and in stores that support server-side copies."""
+        """Return whether :meth:`share` is supported: always on disks, and in stores with server-side copies."""
         return self._backend.can_share()
 
     def identity(self) -> FileIdentity:
-        """Return the identity by which :meth:`share` later recognises this data file; raise OSError if it is missing.
+        """Return the identity by which :meth:`share` recognises this data file; raise OSError if it does not exist.
 
-        Objects are recognised by name: no two data files ever have the same name.
+        Objects are recognised by name, because no two data files ever have the same name.
         """
         return self._backend.identity(self._key)
 
     def share(self, target: Location, known: FileIdentity) -> FileIdentity:
         """Give this data file a second name in the same storage system, without transferring its bytes.
 
-        A disk makes a hard link, or else a clone. An object store makes a server-side copy, which takes up space.
+        On a disk, this is a hard link or, failing that, a clone. In an object store, it is a server-side copy, which
+        takes up space.
 
         Args:
             target: The location of the new name.
@@ -607,7 +609,7 @@ class Location:
             The identity of the file under its new name.
 
         Raises:
-            OSError: The system refused, or the file has changed (ESTALE). On a disk, the new name does not exist then.
+            OSError: The request failed, or the file has changed (ESTALE). On a disk, the new name is not created then.
         """
         assert type(self._backend) is type(target._backend)
         return target._writing().share(self._key, target._key, known)
@@ -626,7 +628,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
 
 
-# ---- objects that programs open as files: an object is read when it is opened, and sent when it is closed
+# ---- objects that programs open as files: they are downloaded when opened, and uploaded when closed
 
 
 class _Upload(io.BytesIO):
@@ -646,7 +648,7 @@ class _Upload(io.BytesIO):
 
 
 def _open_object(location: Location, mode: str, **text: Any) -> IO[Any]:
-    """Open an object like a file with the builtin ``open``; ``text`` holds the keyword arguments for text mode."""
+    """Open an object as the builtin ``open`` opens a file; ``text`` holds the keyword arguments for text mode."""
     action = "".join(sorted(mode)).replace("t", "", 1).replace("b", "", 1)
     if action not in ("r", "w", "x", "a"):
         raise OptionError(f"{location}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")

@@ -1,7 +1,8 @@
-"""File locks, which tell a live process from a dead one.
+"""File locks that show whether the process holding them is still alive.
 
-The operating system releases a lock when its process dies. Object stores and some network file systems do not support
-locks; there, the file holds a token: the latest writer wins, and an earlier one finds another token when it commits.
+The operating system releases a lock when the process that holds it dies. Object stores and some network file systems
+do not support locks. There, the file contains a token: the last writer wins, and an earlier writer notices the other
+token when it commits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _GLANCE = 0.02  # seconds; a process that only tests a lock releases it within t
 
 
 class FileLock:
-    """An advisory lock on a local file. A forked process, such as a data loader worker, does not inherit it."""
+    """An advisory lock on a local file. Forked processes, such as data loader workers, do not inherit it."""
 
     handover: ClassVar[Lock] = Lock()  # held while one thread hands a lock over to another
 
@@ -32,13 +33,14 @@ class FileLock:
         self._file = file
         self._close: weakref.finalize[..., FileLock] | None = None
         self.descriptor: int | None = None  # descriptor of the open file
-        self.obstacle: OSError | None = None  # the error if the file system could not lock the file
+        self.obstacle: OSError | None = None  # the error that occurred if the file system cannot lock the file
 
     def acquire(self, flags: int) -> None:
-        """Open and lock the file; if the file system does not support locks, the file stays open without one.
+        """Open and lock the file. If the file system does not support locks, the file stays open but unlocked.
 
-        StorageConflictError: another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
-        StoragePermissionError: the file cannot be opened, so it is unknown whether it is locked.
+        Raises:
+            StorageConflictError: Another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
+            StoragePermissionError: The file cannot be opened, so it is unknown whether it is locked.
         """
         self.release()  # in case an interrupted attempt still holds the lock
         with _descriptors, os_errors(self._file.url, "open"):
@@ -50,7 +52,7 @@ class FileLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(_GLANCE)  # another process may have locked it only for a test
+                time.sleep(_GLANCE)  # another process may hold the lock only to test it
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
@@ -59,24 +61,24 @@ class FileLock:
             self.obstacle = error
 
     def is_current(self) -> bool:
-        """Return whether the path still leads to the locked file: another process may have replaced or removed it."""
+        """Return whether the path still leads to the locked file, which other processes may replace or remove."""
         try:
             with _descriptors, os_errors(self._file.url, "access"):
                 if self.descriptor is None:
                     return False
                 locked, named = os.fstat(self.descriptor), os.stat(self._file)
-                # An NFS server, whose locks may hold on one host only, may reuse the inode number of a removed file.
+                # On NFS, locks may be local to one host, and a new file may get the inode number of a removed one.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False
 
     def is_own(self, token: str, size: int | None) -> bool:
-        """Return whether the file is the locked one or, without a lock, has ``size`` bytes and contains ``token``."""
+        """Return whether the lock is still ours; without lock support, whether the file still contains ``token``."""
         is_locked = self.descriptor is not None and self.obstacle is None
         return self.is_current() if is_locked else self.content(size).get("token") == token
 
     def release(self) -> None:
-        """Close the file, which releases the lock; the file is not removed."""
+        """Close the file, which releases the lock. The file is not removed."""
         with _descriptors:
             _held.discard(self)
             self.descriptor = None
@@ -85,11 +87,11 @@ class FileLock:
                 self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
-        """Write the content of the locked, empty file; ``sync`` makes it durable."""
+        """Write the content of the locked file, which must be empty; ``sync`` makes it durable."""
         assert self.descriptor is not None
         with os_errors(self._file.url, "write"):
             written = 0
-            while written < len(content):  # when a disk becomes full, the first write is only partial
+            while written < len(content):  # a write may be partial if the disk becomes full
                 written += os.pwrite(self.descriptor, content[written:], written)
             if sync:
                 os.fsync(self.descriptor)
@@ -123,17 +125,17 @@ def locked_elsewhere(location: Location) -> bool:
 
 
 class SaveLock(FileLock):
-    """The marker file of a save in progress, locked for as long as that save is alive."""
+    """The marker file of a save in progress, which is locked as long as the save is alive."""
 
     @property
     def shows_life(self) -> bool:
-        """Whether the lock shows if a save is alive; object stores and some file systems do not support locks."""
+        """Whether the lock shows if the save is alive, which requires a file system that supports locks."""
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:
-        """Create the file, empty, and lock it; a ``memory://`` file is not locked."""
+        """Create an empty file and lock it, unless it is a ``memory://`` file."""
         if self._file.is_local:
-            # Another save may have mistaken the new file for the marker of a dead save, and replaced it.
+            # Another save may have mistaken the new file for the marker of a dead save and replaced it.
             is_made = self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL)
         else:
             is_made = self._file.write_bytes_if(b"", None)
@@ -147,7 +149,7 @@ class SaveLock(FileLock):
             super().write(content, sync=sync)
 
     def take_over(self) -> bool:
-        """Lock the marker of a dead save, so that its files can be removed; return whether the marker exists.
+        """Lock the marker of a dead save so that its files can be removed; return whether the marker exists.
 
         Raises:
             StorageConflictError: That save is still alive.
@@ -166,7 +168,7 @@ class SaveLock(FileLock):
             raise refusal from error
 
     def folders(self) -> list[str]:
-        """Return the folders that the save writes to; the file's content is validated, not trusted."""
+        """Return the folders that the save writes to, as listed in the marker file; ignore invalid entries."""
         folders = self.content().get("folders")
         return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
 
@@ -192,14 +194,14 @@ class SaveLock(FileLock):
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-# Held while a lock's descriptor is opened, read or closed, so that no other thread reuses its number for another file,
-# and while a process forks, so that the child knows all descriptors that it must close. It is reentrant because a
-# garbage collection may release a lock in the middle of such a block.
+# Held while a lock's descriptor is opened, used or closed, so that no other thread can reuse its number for another
+# file, and during a fork, so that the child knows which descriptors to close. It is reentrant because garbage
+# collection may release a lock in the middle of such a block.
 _descriptors = threading.RLock()
 
 
 def _in_child() -> None:
-    """Release the parent's locks in the child, which may outlive the parent."""
+    """Close the parent's lock files in a forked child, which would otherwise hold the locks after the parent dies."""
     for lock in list(_held):
         lock.release()
     _descriptors.release()

@@ -1,4 +1,4 @@
-"""``memory://``: a TensorStore key-value store in this process's memory, with the same formats as on a disk."""
+"""``memory://``, a TensorStore key-value store in the memory of this process, with the same formats as on a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _shared_context() -> tensorstore.Context:
 
 
 def shared_context() -> tensorstore.Context:
-    """Return this process's TensorStore context; with it, ``memory://`` is the same store everywhere."""
+    """Return the TensorStore context of this process, through which all ``memory://`` locations share one store."""
     with _opening:
         return _shared_context()
 

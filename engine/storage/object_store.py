@@ -1,6 +1,6 @@
-"""The common base of all object stores: directories as prefixes, snapshots of listings, and range reads.
+"""The common base of all object stores: directories as key prefixes, frozen listings and range reads.
 
-Every request has a time limit, and its error names the object, the action and possible remedies.
+Every request has a time limit. Error messages name the object, the action and possible remedies.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 RETRIES = 8  # maximum retries per request; if the service stays unreachable, they take about two minutes
-# Seconds after which a request fails even if the client would still retry: a service may never answer.
+# Seconds after which a request fails even if the client would still retry, because a service may never respond.
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning names a request that is still waiting
 SLOWEST = 64 << 10  # bytes per second; the time limit grows by the transfer time at this speed
-# Bytes; no store has objects this large, so an offset beyond this is first checked against the object's size.
+# Offset in bytes from which reads are first checked against the object's size, because no store has such large objects.
 _LONGEST_RANGE = 1 << 50
-GARBLED = 3  # attempts at a request whose answers cannot be parsed
+GARBLED = 3  # maximum attempts at a request if the responses cannot be parsed
 UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an object is unknown
 
 _TOGETHER = 1000  # maximum number of objects that one request can delete
-_SMALL = 64 << 10  # number of bytes to request if an object's length is unknown
+_SMALL = 64 << 10  # number of bytes to request first if the length of an object is unknown
 _TRUSTED = 256 << 20  # maximum bytes allocated for a range before the store has confirmed the object's size
 
-BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object: objects are recognised by name
+BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object, because objects are recognised by name
 
 
 def time_limit(nbytes: int) -> float:
-    """Return the time limit in seconds of a request that transfers ``nbytes``."""
+    """Return the time limit, in seconds, of a request that transfers ``nbytes`` bytes."""
     return REQUEST_TIMEOUT + nbytes / SLOWEST
 
 
 @dataclass
 class _Listing:
-    """The names of all objects with a given prefix, at one point in time."""
+    """The names of all objects that had a given prefix when they were listed."""
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # cached lookups outside the prefix: whether names exist
+    others: dict[str, bool] = field(default_factory=dict)  # whether objects outside the prefix exist, as a cache
 
 
 class _Pending(Protocol[T_co]):
@@ -78,7 +78,7 @@ class _Pending(Protocol[T_co]):
 
 
 class ObjectStoreBackend:
-    """An object store; its directories are key prefixes, which exist while there are objects below them."""
+    """An object store. Its directories are key prefixes, which exist as long as there are objects below them."""
 
     is_local = False
     given: Any = None  # the file system object that the caller passed, if any
@@ -90,7 +90,7 @@ class ObjectStoreBackend:
         self._separator = "" if root.endswith("/") else "/"
         self._listing: _Listing | None = None
 
-    # ---- requests to the service, which subclasses implement; by default, a store is read-only
+    # ---- requests to the service, implemented by subclasses; by default, a store is read-only
 
     def has_object(self, key: str) -> bool:
         try:
@@ -104,19 +104,19 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
-        """Return an object or a byte range of it; raise DamagedCheckpointError if it ends before the range begins."""
+        """Return an object or a byte range of it; raise DamagedCheckpointError if the range begins after its end."""
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key, possibly with others that share the prefix; ``itself`` adds the key."""
+        """Return the sorted names below a key and, with ``itself``, the key; more names with its prefix are allowed."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        """Write an object, replacing an older one; the write is atomic and durable if the service supports that."""
+        """Write an object, replacing any existing one; the write is atomic and durable if the service supports it."""
         raise StorageError(f"{self.url(key)} is only read")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        # Allocated at its final length, the stream can return its bytes without a copy.
+        # The stream is allocated at its final length, so that it can return its bytes without a copy.
         stream = io.BytesIO(bytes(size))
         for part in file_parts(size, segments):
             stream.write(part.data)
@@ -132,7 +132,7 @@ class ObjectStoreBackend:
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Read a range into memory, and call ``answered`` when the service responds; return False if the read fails."""
+        """Read a range into arrays, and call ``answered`` when the service responds; return False if the read fails."""
         try:
             rest = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
         except DamagedCheckpointError:  # the object ends within the range, or the server does not support ranges
@@ -150,7 +150,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an existing object; may test this by writing ``data``."""
+        """Return whether the service honours conditional writes; the test, if needed, writes ``data`` to the object."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
@@ -158,7 +158,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def write_where(self, key: str, data: bytes, generation: Any) -> bool:
-        """Write an object only if its generation is unchanged (None: it is missing); return whether it was written."""
+        """Write an object if its generation is unchanged or, for None, if it does not exist; return True on success."""
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
@@ -170,23 +170,23 @@ class ObjectStoreBackend:
         return map_status(error, self.url(key), action)
 
     def shown_cause(self, error: Exception) -> Exception | None:
-        """Return the error as the cause to show in the traceback; None if its text contains secrets."""
+        """Return the error if a traceback may show it as the cause; None if its text contains secrets."""
         text = str(error)
         return error if without_secrets(text) == text else None
 
     def advice(self, kind: type[HoldfastError]) -> str:
-        """Return advice to append to an error message, in brackets, or ""."""
+        """Return advice in parentheses to append to an error message, or "" if there is none."""
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # the error itself reports settings that cannot be read
+        with contextlib.suppress(Exception):  # if settings cannot be read, the error itself says so
             return self.advice(kind)
         return ""
 
-    # ---- the methods of a backend
+    # ---- the interface of a backend
 
     def url(self, key: str) -> str:
-        from urllib.parse import quote  # imported lazily: local paths need no URL
+        from urllib.parse import quote  # imported lazily because local paths need no URL
 
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
@@ -197,7 +197,7 @@ class ObjectStoreBackend:
         listing = self._listing
         if listing is None:
             return self.has_object(key)
-        if not key.startswith(listing.prefix):  # cached: callers check the key itself several times
+        if not key.startswith(listing.prefix):  # cached because callers look up the same key several times
             if key not in listing.others:
                 listing.others[key] = self.has_object(key)
             return listing.others[key]
@@ -220,7 +220,7 @@ class ObjectStoreBackend:
         is_known = size is not None and (limit is None or size <= limit)
         part = size if is_known else None if limit is None else min(limit, _SMALL)
         if part is not None:
-            with contextlib.suppress(DamagedCheckpointError):  # it is shorter, or the server does not support ranges
+            with contextlib.suppress(DamagedCheckpointError):  # a shorter object, or a server that lacks range support
                 content = self.read_range(key, slice(0, part if is_known else part + 1))
                 if is_known or len(content) <= part:
                     return content
@@ -237,7 +237,7 @@ class ObjectStoreBackend:
             content, generation = self.read_generation(key)
             if content != expected:
                 return content == data
-        # If the answer to a successful write is lost, the retry is refused: the content shows whether it was written.
+        # If the response to a successful write is lost, its retry is refused, so the content is compared as well.
         return self.write_where(key, data, generation) or self.read_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
@@ -245,7 +245,7 @@ class ObjectStoreBackend:
             self.remove(key)
 
     def make_directory(self, key: str, *, sync: bool) -> bool:
-        return False  # prefixes need no creation
+        return False  # prefixes need not be created
 
     def sync_directory(self, key: str) -> None:
         pass  # every object is listed as soon as it is written
@@ -282,7 +282,7 @@ class ObjectStoreBackend:
     def request(
         self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int = 0, *, attempts: int = 1
     ) -> T:
-        """Start a request and wait for it, with a time limit for ``nbytes``; retry it if the answer is garbled."""
+        """Send a request and wait at most :func:`time_limit`; retry it if the response cannot be parsed."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
@@ -316,7 +316,7 @@ class ObjectStoreBackend:
         except HoldfastError:
             raise
         except self.failures() as error:
-            # Not bound to a local variable: a reference cycle with this frame would keep the callers' objects alive.
+            # A local variable for the error would form a reference cycle that keeps the callers' objects alive.
             raise self._advised(self.explained(error, key, action)) from self.shown_cause(error)
 
     def _advised(self, error: HoldfastError) -> HoldfastError:
@@ -324,7 +324,7 @@ class ObjectStoreBackend:
         return type(error)(f"{error}{advice}") if advice else error
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
-        """Return this store with a fixed listing below a key, plus the ``known`` names; reads see current content."""
+        """Return a copy of this store with a frozen listing below a key, which always includes ``known``."""
         frozen = copy.copy(self)
         frozen._listing = None
         prefix = f"{key}/" if key else ""
@@ -332,12 +332,12 @@ class ObjectStoreBackend:
         return frozen
 
     def names(self, key: str) -> list[str]:
-        """Return the sorted names of all objects below a key, relative to it."""
+        """Return the sorted names of all objects below a key, relative to the key."""
         below = f"{key}/" if key else ""
         return [name.removeprefix(below) for name in self._listed(key, itself=False)]
 
     def _listed(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key and, with ``itself``, the key if there is such an object."""
+        """Return the names of all objects below a key and, with ``itself``, of the object with this key, if any."""
         below = f"{key}/" if key else ""
         listing = self._listing
         if listing is None or not below.startswith(listing.prefix):
@@ -349,7 +349,7 @@ class ObjectStoreBackend:
 
 
 class ObjectReader(DataReader):
-    """One object, read in byte ranges, or once as a whole if the store does not support ranges."""
+    """A reader for one object. It reads byte ranges, or the whole object once if the store does not support ranges."""
 
     def __init__(self, backend: ObjectStoreBackend, key: str, expected: int | None) -> None:
         self._backend = backend
@@ -359,18 +359,18 @@ class ObjectReader(DataReader):
         self._whole: bytes | None = None
         self._missing: ObjectNotFoundError | None = None
         self._first = threading.Lock()  # acquired by the first read and never released
-        self._answered = threading.Event()  # set once the first read is answered or has ended
+        self._answered = threading.Event()  # set when the first read has received a response or has failed
 
     @property
     def size(self) -> int:
         return self._backend.object_size(self._key)
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
-        if self._missing is not None:  # known to be missing: no further request is needed
+        if self._missing is not None:  # an earlier read has found that the object does not exist
             raise self._missing
         url, size = self._backend.url(self._key), self._expected
         try:
-            # The expected length may be wrong: large buffers are allocated only once the store has confirmed the size.
+            # The expected length may be wrong, so check the actual size before allocating a large buffer.
             trusted = UNKNOWN_SIZE if size is None else _TRUSTED
             if not (0 <= offset <= _LONGEST_RANGE and 0 <= length <= trusted):
                 size = self.size
@@ -390,7 +390,7 @@ class ObjectReader(DataReader):
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
         if self._whole is not None or self._missing is not None:
             return False
-        # Later reads wait until the first one is answered: before that, a service may still hash or fetch the object.
+        # Later reads wait for the response to the first one, because the service may still hash or fetch the object.
         if not self._first.acquire(blocking=False):
             self._answered.wait(REQUEST_TIMEOUT)
         try:
@@ -404,7 +404,7 @@ class ObjectReader(DataReader):
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of a data file, including the zeros between segments."""
-    import numpy as np  # imported lazily: listing checkpoints imports this module but needs no arrays
+    import numpy as np  # imported lazily because listing checkpoints imports this module but needs no arrays
 
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:
@@ -425,7 +425,7 @@ def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.ui
 
 @contextlib.contextmanager
 def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over parts to upload; if it fails, raise its error instead of the upload's."""
+    """Yield an iterator over the parts of an upload; if the iterator fails, raise its error, not the upload's."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""The engine's only mechanism for dividing work among threads: requests, transfers, copies and compression."""
+"""Thread parallelism for the whole engine: requests, transfers, copies and compression."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..forks import Lock
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Maximum concurrent small requests or range reads over a network: a waiting thread costs little.
+# Maximum number of concurrent small requests or range reads over a network. Waiting threads cost little.
 REQUESTS = 16
-UPLOADS = 8  # concurrent uploads of data files; those not sent straight from their arrays are held in memory
+UPLOADS = 8  # maximum number of concurrent uploads of data files, some of which are copied to memory first
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -25,16 +25,16 @@ _LONGEST_WAIT = 0.5  # seconds
 
 
 class Helper(threading.Thread):
-    """A thread that :meth:`finish` joins reliably even if an interrupt arrives.
+    """A thread that can be joined reliably even if an interrupt arrives.
 
-    In Python 3.11, an interrupted ``Thread.join`` marks a running thread as ended.
+    In Python 3.11, an interrupted ``Thread.join`` marks the thread as ended although it is still running.
     """
 
     def __init__(self, work: Callable[[], object], name: str, *, daemon: bool = False) -> None:
         super().__init__(target=work, name=name, daemon=daemon)
         self._process: int | None = None  # PID of the process that runs the thread; a forked child does not run it
         self._is_done = False
-        # Released when the work is done; not an Event, whose internal lock an interrupt could leave locked forever.
+        # Released when the work is done. An interrupt could leave the internal lock of an Event locked forever.
         self._under_way = Lock()
         self._under_way.acquire()
 
@@ -55,14 +55,14 @@ class Helper(threading.Thread):
 
     def _is_done_within(self, timeout: float | None) -> bool:
         end = math.inf if timeout is None else time.monotonic() + timeout
-        # A signal that arrives just before a wait is handled only after it, so waits are short.
+        # A signal that arrives just before a wait is handled only after the wait, so each wait is short.
         while not self._is_done and (remaining := end - time.monotonic()) > 0:
             if self._under_way.acquire(timeout=min(_LONGEST_WAIT, remaining)):
                 self._under_way.release()
         return self._is_done
 
     def finish(self, interrupted: Callable[[BaseException], None]) -> None:
-        """Wait until the thread has ended; pass each interrupt that arrives meanwhile to ``interrupted``."""
+        """Wait until the thread has ended. Pass each interrupt that arrives in the meantime to ``interrupted``."""
         while self.is_alive():
             try:
                 self.join()
@@ -82,10 +82,11 @@ def parallel_map(
 ) -> list[R]:
     """Call ``work`` for every item, in the calling thread and in helper threads; return the results in order.
 
-    ``awaited`` is set when a training loop that runs during this call starts to wait for it. Until then, ``beside`` is
-    the concurrency; afterwards, more helpers start. Without ``awaited``, no loop runs during the call. After the first
-    exception in any thread, including an interrupt, no thread takes another item, and ``stop`` is set so that long work
-    can end early; the exception is raised once all helpers have ended. Helpers are named ``name``-1, -2, ...
+    If a training loop runs during this call, ``awaited`` is set when the loop starts to wait for it. Until then, at
+    most ``beside`` threads work; afterwards, more helpers start. If ``awaited`` is None, no training loop runs. After
+    the first exception in any thread, including an interrupt, no further item is started, and ``stop`` is set so that
+    long-running work can end early. The exception is raised once all helpers have ended. Helpers are named ``name``-1,
+    ``name``-2 and so on.
     """
     most = min(max_concurrency, len(items))
     if most <= 1:
@@ -93,14 +94,14 @@ def parallel_map(
     at_first = most if beside is None or awaited is None else min(beside, most)
     shared = _SharedWork(work, items, most, at_first, awaited, name, stop or threading.Event())
     shared.run()
-    for helper in shared.helpers:  # a helper may start another one
+    for helper in shared.helpers:  # helpers may start more helpers in the meantime
         helper.finish(shared.fail)
-    shared.helpers.clear()  # breaks the cycle between the work and a helper that could not be started
+    shared.helpers.clear()  # breaks the reference cycle with a helper that could not be started
     if shared.errors:
         try:
             raise shared.errors[0]
         finally:
-            shared.errors.clear()  # breaks the cycle with the error's frames, which would keep their objects alive
+            shared.errors.clear()  # breaks the reference cycle with the traceback, which would keep objects alive
     return shared.results
 
 
@@ -124,7 +125,7 @@ class _SharedWork(Generic[T, R]):
         self.helpers: list[Helper] = []
 
     def run(self) -> None:
-        """Process items one after the other until none is left; runs in every thread."""
+        """Process items one after the other until none is left. Every thread runs this method."""
         try:
             while not self.stopped.is_set():
                 with self._lock:
@@ -133,7 +134,7 @@ class _SharedWork(Generic[T, R]):
                         return
                     self._start_helpers()
                 self.results[number] = self.work(self.items[number])
-        except BaseException as error:  # raised again by parallel_map, in the calling thread
+        except BaseException as error:  # parallel_map raises the error again in the calling thread
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -143,7 +144,7 @@ class _SharedWork(Generic[T, R]):
     def _start_helpers(self) -> None:
         is_awaited = self.awaited is not None and self.awaited.is_set()
         while len(self.helpers) + 1 < (self.most if is_awaited else self.at_first):
-            # Plain threads: executors refuse work once the main thread has ended, but saves continue after that.
+            # Executors would refuse work once the main thread has ended, but saves continue after that.
             name = f"{self.name}-{len(self.helpers) + 1}"
             self.helpers.append(Helper(self.run, name, daemon=True))
             self.helpers[-1].start()

@@ -1,7 +1,7 @@
-"""The differences between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
+"""Addresses, settings and credentials of S3, Google Cloud Storage and Azure Blob Storage.
 
-A URL only names the bucket and the object. Everything else comes from the environment variables and files of each
-service's own tools; boto3, google-auth and azure-identity read those that obstore does not support.
+A URL names only the bucket and the object. Everything else comes from the environment variables and configuration files
+of each service's own tools. boto3, google-auth and azure-identity read those that obstore does not support.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOOKUP_URL = "https://s3.amazonaws.com/{}"  # returns the region of a bucket, without authentication
 _LOOKUP_WAIT = 5.0  # seconds
-_STATIC = datetime.timedelta(seconds=60)  # cache time of credentials from a file, which another program may renew
+_STATIC = datetime.timedelta(seconds=60)  # lifetime of cached credentials from a file, which may be renewed
 _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -36,20 +36,20 @@ _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
 _AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of account names
 _AZURE_SERVICES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
-"""The variables that choose the service, in capitals; keys and tokens may change while a program runs."""
+"""Matches the uppercase names of variables that select the service, but not of those that hold keys or tokens."""
 _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
-"""The variables from which obstore itself takes credentials, in capitals; without any, azure-identity finds them."""
+"""Matches the uppercase names of variables with credentials for obstore; without any, azure-identity is used."""
 
 
 class CredentialsError(ValueError):
-    """The credentials cannot be used, or the settings refer to credentials that do not exist."""
+    """The credentials are invalid, or the settings refer to credentials that do not exist."""
 
 
 # ---- S3
 
 
 class S3(CloudBackend):
-    """A bucket of S3 or of an S3-compatible service."""
+    """A bucket in S3 or in an S3-compatible service."""
 
     extra = "s3"
     packages = ("obstore", "boto3")
@@ -68,7 +68,7 @@ class S3(CloudBackend):
         config: dict[str, Any] = {
             "region": region,
             "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
-            "disable_bulk_delete": not once,  # services without bulk deletion delete objects one by one
+            "disable_bulk_delete": not once,  # some services lack bulk deletion, so it is only tried with a fallback
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")
@@ -103,7 +103,7 @@ class S3(CloudBackend):
 
 
 def _named_endpoint() -> tuple[str, str]:
-    """Return the environment variable that sets the S3 endpoint, and its value; two empty strings if none is set."""
+    """Return the environment variable that sets the S3 endpoint and its value, or two empty strings."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     return next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", ""))
 
@@ -133,7 +133,7 @@ def aws_endpoint() -> str | None:
 
 
 def chosen_profile() -> str:
-    """Return the name of the profile in ``~/.aws`` to use."""
+    """Return the name of the selected profile in ``~/.aws``."""
     return os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"
 
 
@@ -141,14 +141,14 @@ def _aws_session() -> Any:
     import botocore.session
 
     session = botocore.session.Session()
-    for setting in ("profile", "region"):  # botocore reads only AWS_DEFAULT_..., or reads it first
+    for setting in ("profile", "region"):  # botocore prefers AWS_DEFAULT_PROFILE and reads only AWS_DEFAULT_REGION
         if os.environ.get(f"AWS_{setting.upper()}"):
             session.set_config_variable(setting, os.environ[f"AWS_{setting.upper()}"])
     return session
 
 
 def _aws_profile() -> Mapping[str, Any]:
-    """Return the settings of the chosen profile; empty if there are no profile files."""
+    """Return the settings of the selected profile; an empty mapping if there are no profile files."""
     paths = (os.path.expanduser(os.environ.get(name) or path) for name, path in _AWS_FILES.items())
     if not any(map(os.path.exists, paths)):
         return {}
@@ -157,7 +157,7 @@ def _aws_profile() -> Mapping[str, Any]:
 
 
 def _aws_credentials() -> Callable[[], S3Credential] | None:
-    """Return the function that supplies credentials to obstore; None if there are no credentials."""
+    """Return a function that supplies credentials to obstore; None if there are no credentials."""
     from botocore.credentials import RefreshableCredentials
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -195,8 +195,8 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
 
 
 def _bucket_region(bucket: str) -> str:
-    """Look up the region of a bucket at Amazon, which needs no credentials."""
-    import urllib.error  # imported lazily: a command that only parses a URL needs no HTTP client
+    """Ask Amazon for the region of a bucket, which requires no credentials."""
+    import urllib.error  # imported lazily because a command that only parses a URL needs no HTTP client
     import urllib.request
 
     request = urllib.request.Request(LOOKUP_URL.format(bucket), method="HEAD")
@@ -238,7 +238,7 @@ class Google(CloudBackend):
         return GCSStore(self._bucket, client_options=client, **config, **options)
 
     def _credentials(self) -> Any:
-        """Return the function that supplies tokens to obstore; None if there is no account."""
+        """Return a function that supplies tokens to obstore; None if no account is configured."""
         check_installed("google.auth", self._root, self.extra)
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
@@ -275,7 +275,7 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
 
 
 class Azure(CloudBackend):
-    """An Azure Blob Storage container, in the account that its URL or the environment names."""
+    """An Azure Blob Storage container. The URL or the environment names the account."""
 
     extra = "azure"
     variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
@@ -289,7 +289,7 @@ class Azure(CloudBackend):
         container, _, named = root.partition("://")[2].partition("@")
         services = ((name, value) for name, value in settings.items() if _AZURE_SERVICES.fullmatch(name))
         self._identity = (container, named or account, *services)
-        # The URL keeps its account name: in another process, the environment may name a different account.
+        # The URL keeps the account name, because the environment of another process may name a different account.
         self._container = container if (named or account) == account else root
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> AzureStore:

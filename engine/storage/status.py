@@ -1,4 +1,4 @@
-"""Storage errors: the one place that converts operating system, obstore and TensorStore errors to holdfast's."""
+"""Conversion of operating system, obstore and TensorStore errors to holdfast's storage errors."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _NUMBERS: dict[type[StorageError], tuple[int, ...]] = {
     InvalidLocationError: (errno.ENAMETOOLONG, errno.ELOOP),
 }
 OS_ERRORS = {number: cls for cls, numbers in _NUMBERS.items() for number in numbers}
-"""The classes of error numbers; all other numbers become plain StorageErrors."""
+"""The error class for each error number; all other numbers become plain StorageErrors."""
 
 _UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
     if hasattr(errno, name)  # some systems do not define all of them
 )
-"""Error numbers of reads from a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
+"""Error numbers that mean a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
 _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
-"""Error numbers of attempts to open, replace or remove one of our files if the path is no regular file."""
+"""Error numbers raised when one of our files is opened, replaced or removed, but the path is not a regular file."""
 
 
 class UnknownSchemeError(InvalidLocationError):
@@ -52,7 +52,7 @@ class UnknownSchemeError(InvalidLocationError):
 
 
 class GarbledAnswerError(StorageUnavailableError):
-    """An answer from a store could not be parsed: a proxy may have answered instead of the service."""
+    """A response from a store could not be parsed. It may come from a proxy instead of the service."""
 
 
 STATUSES: dict[str, type[HoldfastError]] = {
@@ -73,7 +73,7 @@ STATUSES: dict[str, type[HoldfastError]] = {
     "DATA_LOSS": DamagedCheckpointError,
     "UNAUTHENTICATED": StoragePermissionError,
 }
-"""The canonical status names of Abseil, https://abseil.io/docs/cpp/guides/status-codes, which TensorStore reports."""
+"""Error classes for TensorStore's statuses, which are Abseil's: https://abseil.io/docs/cpp/guides/status-codes."""
 
 _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"Malformed List response|Failed to parse response", GarbledAnswerError),
@@ -88,7 +88,7 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"StorageFull|QuotaExceeded|http_response_code='507'", StorageFullError),
     (r"PermanentRedirect|http_response_code='30[178]'", InvalidLocationError),
 )
-"""Regular expressions of messages whose meaning differs from the status that TensorStore reports."""
+"""Patterns of messages whose meaning differs from the status that TensorStore reports."""
 
 _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"credential provider: \w*(Transport|Connect)\w*Error|login service", StorageUnavailableError),
@@ -109,7 +109,7 @@ _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"status code: 30\d", InvalidLocationError),
     (r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ ", StorageUnavailableError),
 )
-"""Errors for which obstore has no class; the first four patterns also win over the class that it reports."""
+"""Patterns of errors for which obstore has no class. The first four take precedence over the class that it reports."""
 
 _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
     "FileNotFoundError": ObjectNotFoundError,
@@ -123,12 +123,12 @@ _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
 }
 
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
-# A password may contain anything, such as spaces or the slashes in AWS keys; a colon before a number marks a port.
+# A password may contain any character, such as a space or the slashes in AWS keys. A colon before a number is a port's.
 _PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
 _USER = r"(:/+)[^/\s'\"]*@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
 
-# TensorStore appends these; they repeat the message.
+# TensorStore appends these fields, which only repeat the message.
 _BODY = r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]"
 
 _ADVICE: dict[type[HoldfastError], str] = {
@@ -139,7 +139,7 @@ _ADVICE: dict[type[HoldfastError], str] = {
 
 
 class os_errors:  # noqa: N801 - used like a function; each small file needs several, and generators take three times as long
-    """Convert operating system errors to holdfast's, as "cannot ``action`` ``path``: ..."."""
+    """Context manager that converts operating system errors to holdfast's: "cannot ``action`` ``path``: ..."."""
 
     __slots__ = ("_action", "_path")
 
@@ -163,7 +163,7 @@ def is_unreadable(error: object) -> bool:
 
 
 def is_strange(error: StorageError) -> bool:
-    """Return whether an error means that a path is not ours: not a regular file, or another user's file."""
+    """Return whether an error means that a path leads to something other than a regular file of our own."""
     return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
@@ -201,15 +201,15 @@ def _first_match(failures: Sequence[tuple[str, type[HoldfastError]]], text: str)
 
 
 def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError:
-    # obstore appends a debug dump, which repeats everything.
+    # obstore appends a debug dump, which only repeats the message.
     text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
     text = re.sub(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", r"\1, \2", text)
     cls = _first_match(_OBSTORE_FAILURES[:4], text) or _OBSTORE_CLASSES.get(type(error).__name__)
     cls = cls or _first_match(_OBSTORE_FAILURES, text) or StorageError
     if cls is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
-        cls = GarbledAnswerError  # obstore does not retry a deletion whose connection was lost
+        cls = GarbledAnswerError  # causes a retry, because obstore does not retry a deletion after a lost connection
     text = re.sub(r"^The operation lacked.*? for path .*?: (?=Error performing)", "", text)
-    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice include the address
+    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the message already contains the address
     text = re.sub(
         r", max_retries: \d+, retry_timeout: \S+| - Server returned non-2xx(?= status)| code(?=: \d)", "", text
     )
@@ -217,7 +217,7 @@ def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError
 
 
 def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
-    """Return the error "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
+    """Return an error with the message "cannot ``action`` ``path``: ``reason``", plus advice and without secrets."""
     advice = next((_ADVICE[base] for base in cls.__mro__ if base in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
         advice = "set the clock of this machine, which differs from that of the service by more than minutes"
@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError if a value is invalid in an HTTP header: clients would abort the process."""
+    """Raise StoragePermissionError if a value is invalid in an HTTP header, because clients would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} holds a character that no header can have, perhaps a line "
@@ -234,7 +234,7 @@ def check_header(service: str, name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Mask the users, passwords and query values of URLs in a text.
+    """Mask user names, passwords and query values in the URLs of a text.
 
     >>> without_secrets("https://user:word@host/a?token=secret&b=1")
     'https://***@host/a?token=***&b=***'
