@@ -26,7 +26,7 @@ class Transport(Protocol):
     """A transport that sends bytes between the processes of a program."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Return an all-gather for the teams. All processes must call this and the result the same number of times.
+        """Return an all-gather for the teams. All processes must call this method and the result equally often.
 
         Args:
             name: A string that is the same on all processes and unique to this connection.

@@ -292,9 +292,9 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
 def current_coordinator() -> Coordinator:
     """Return the coordinator that connects the processes of this program.
 
-    It is based on ``jax.distributed`` or ``torch.distributed``, in this order of preference, if that has been
-    initialized with more than one process; otherwise, it is `Alone`. The call is cheap, because it does not import or
-    initialize anything and does not communicate.
+    It uses ``jax.distributed`` if that has been initialized with more than one process, or else ``torch.distributed``
+    under the same condition. Otherwise, it is `Alone`. The call is cheap, because it does not import or initialize
+    anything and does not communicate.
 
     Returns:
         The coordinator, which is the same object as long as the connection lasts.
@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # client or weak reference to the group, and coordinator, by library
+_current: dict[str, tuple[Any, Any]] = {}  # by library: client (or weak reference to the group) and coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:

@@ -35,9 +35,9 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor for a wait for process 0 if that may wait as well; with the time to end a wait, the total is 2.
+# Timeout factor if process 0 may itself be waiting. With the time that it takes to end a wait, the total is 2.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted if such a wait times out: the next wait gets the least time
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next one gets the minimum timeout
 _SILENCE = 600.0  # default time limit in seconds for a response from the store
 _MESSAGE_LIMIT = 4000  # maximum length in characters of an error message that is sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
@@ -79,9 +79,9 @@ class Rendezvous:
     at a time. Only `fail` may be called from any thread at any time. Each method can use a topic only once. Methods
     that wait raise
 
-    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive timeout
-      halves the time for the next wait, so that together they take less than twice the timeout. A wait that begins more
-      than one timeout after the previous wait gets the full time again.
+    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
+      misses a process halves the timeout of the next, so that together they take less than twice the timeout. A wait
+      that begins more than one timeout after the previous one gets the full timeout again.
     - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, and
       also if the store is gone or has not answered for ``limit`` seconds.
 
@@ -213,7 +213,7 @@ class Rendezvous:
     def _waiting(
         self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Yield the deadline of a wait. On a timeout, count a miss for each missing process; otherwise, reset counts."""
+        """Yield the deadline of a wait. On a timeout, count a miss for each missing process, else reset the counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
@@ -249,7 +249,7 @@ class Rendezvous:
         parts = split_value(value)
         keys = part_keys(key, len(value))
         with self._connected():
-            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # others wait for the first part
+            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # write the first part last
                 self.coordinator.put(part_key, part)
         self._stored += keys
 

@@ -201,7 +201,7 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: keys that expect the name, and processes that have it
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: where processes expect the name, and which have it
 
 
 def _announce(
@@ -228,7 +228,7 @@ def _announce(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start stored when it ended, or None if it has not ended."""
+    """Return the name that process 0 of this start stored on exit, or None if it is still running."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()
@@ -296,6 +296,6 @@ def _end_calls() -> None:
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)
-# A forked child has none of its parent's waits and calls.
+# A forked child does not have the waits and calls of its parent.
 os.register_at_fork(after_in_child=_made.clear)
 os.register_at_fork(after_in_child=_calling.clear)

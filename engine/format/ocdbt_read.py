@@ -75,7 +75,7 @@ class Entries:
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, or -1 if it is missing; equally spaced keys, the usual case, are fast."""
+        """Return the position of each key, or -1 if it is missing. There is a fast path for equally spaced keys."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -117,7 +117,7 @@ KeyRange = tuple[bytes, bytes]  # inclusive start and exclusive end
 
 
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
-    """Set the checksums of the entries from the end of a node file, where earlier versions wrote them."""
+    """Fill in the checksums of the entries from the end of a node file, where earlier versions wrote them."""
     if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
         outside = np.flatnonzero(entries.lengths)
         end = len(nodes) - len(CHECKSUMS_MAGIC)
@@ -189,7 +189,7 @@ _NODE_BYTES = 4096  # bytes charged per node in addition to its size; limits the
 
 
 class _Reference(NamedTuple):
-    """The description of an unread node in its parent."""
+    """An unread node, as described by its parent."""
 
     height: int
     file: str
@@ -231,15 +231,15 @@ class Database:
         self._inline: dict[bytes, bytes] = {}  # interned inline values, because many arrays have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
-        self._nodes: list[Entries] = []  # decoded leaf nodes that are not in `entries` yet
+        self._nodes: list[Entries] = []  # decoded leaf nodes that are not yet in `entries`
 
     def decode(self, read_nodes: ReadNodes, ranges: Sequence[KeyRange] | None = None) -> None:
-        """Decode every node that may contain keys in ``ranges`` and add its entries; None means all nodes."""
+        """Decode all nodes that may contain keys in ``ranges`` (None: all nodes), and add them to `entries`."""
         while positions := self._unread_nodes(ranges):
             self._decode_nodes(positions, read_nodes)
         if not self._nodes:
             return
-        # When a node is decoded, its keys are checked to be in ascending order and within its parent's bounds.
+        # The keys of each decoded node are known to ascend and to lie within the bounds given by the node's parent.
         nodes, decoded, start = [], self.entries, 0
         for node in sorted(self._nodes, key=lambda node: node.keys[0]):
             end = bisect(decoded.keys, node.keys[0])
@@ -271,7 +271,7 @@ class Database:
         return sorted(positions)
 
     def _decode_nodes(self, positions: Sequence[int], read_nodes: ReadNodes) -> None:
-        """Decode the unread nodes at the given positions, and replace each with its children, up to the first error."""
+        """Decode the unread nodes at the given positions and replace each with its children, until an error occurs."""
         below: dict[int, list[_Reference]] = {}
         try:
             for start in range(0, len(positions), _NODES_AT_A_TIME):

@@ -208,7 +208,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
 
 
 def key_columns(keys: list[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64], bytes]:
-    """Return how many bytes each key shares with the previous key, the suffix sizes, and all suffixes, concatenated."""
+    """Return the number of bytes that each key shares with the previous key, the suffix sizes, and all suffixes."""
     shared = shared_prefixes(keys)
     suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
     return shared, np.array([len(suffix) for suffix in suffixes], np.int64), b"".join(suffixes)
@@ -264,7 +264,7 @@ Grid = tuple[int, ...]
 
 
 def key_order(names: Sequence[str]) -> list[int]:
-    """Return the indices of the arrays, sorted by key."""
+    """Return the indices that sort the arrays by key."""
     # Sorting strings by code point gives the same order as sorting their UTF-8 bytes.
     return sorted(range(len(names)), key=[f"{name}/" for name in names].__getitem__)
 
@@ -322,7 +322,7 @@ class ArrayIndex:
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # none of these begins with another one
+        common = shared_prefixes(prefixes)  # no prefix begins with another prefix
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
@@ -373,7 +373,7 @@ class ArrayIndex:
 
 
 class _Template:
-    """The keys of all arrays with a given grid, without the array's name."""
+    """Keys without the array name, shared by all arrays with the same grid."""
 
     def __init__(self, grid: tuple[int, ...]) -> None:
         keys = chunk_keys("", grid)

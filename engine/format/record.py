@@ -82,7 +82,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Encode JSON, indenting only objects that contain objects; much faster than indentation by `json`."""
+    """Encode JSON with indentation only in objects that contain objects; much faster than the `json` module."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
@@ -278,7 +278,7 @@ class CheckpointRecord:
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return the items by name; per-process trees are named ``name/0``, and components ``name/learner``."""
+        """Return the items by name, divided into per-process trees (``name/0``) and components (``name/learner``)."""
         parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
@@ -381,7 +381,7 @@ def pack_name(first: int, last: int) -> str:
 
 
 def _packed(path: str) -> range:
-    """Return the processes that the name of a zip file of zip files specifies; an empty range for other names."""
+    """Return the processes whose zip files a zip file contains, according to its name; empty for other names."""
     name = _PACK.fullmatch(path.rpartition("/")[2])
     return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 

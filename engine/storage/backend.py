@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 class Segment(NamedTuple):
     """A contiguous byte range of a data file, and a function that produces its bytes."""
 
-    offset: int  # position of the first byte in the file, a multiple of 4096
+    offset: int  # offset in the file in bytes, a multiple of 4096
     size: int  # length in bytes
     # Called once, in one thread. Yields one-dimensional uint8 arrays, preferably of at most 1 MiB each and ``size``
     # bytes in total. Each array is copied or sent before the next one is requested.
@@ -62,7 +62,7 @@ class DataReader(Protocol):
         Args:
             offset: Start of the range, in bytes.
             length: Number of bytes to read.
-            buffer: A reusable buffer to read into, for a caller that copies the bytes; None allocates new memory.
+            buffer: A reusable buffer to read into, if the caller copies the bytes; None allocates new memory.
 
         Returns:
             A one-dimensional uint8 array of ``length`` bytes. If a buffer is given, the array is a view of it.
@@ -73,10 +73,10 @@ class DataReader(Protocol):
         """
 
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
-        """Read the bytes from ``offset`` on directly into the given arrays, filling one after the other.
+        """Read bytes starting at ``offset`` directly into the given arrays, one after the other.
 
         Returns:
-            False if the caller must use :meth:`read` instead; the content of the arrays is then undefined.
+            True if all arrays have been filled. If False, their content is undefined; use :meth:`read` instead.
         """
         return False
 

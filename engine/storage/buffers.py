@@ -1,4 +1,4 @@
-"""Memory for bulk transfers: page-aligned, private, and backed by huge pages where available.
+"""Memory for bulk transfers: page-aligned, private, and backed by huge pages if available.
 
 The first access to new memory causes a page fault for each page. With 4 KiB pages, this takes about a second per
 gigabyte, several times as long as the disk transfer. Huge pages reduce it to less than a tenth.
@@ -28,7 +28,7 @@ def round_up(size: int, multiple: int = PAGE) -> int:
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """Return new page-aligned, writable memory. Large blocks return to the system when their last view is deleted."""
+    """Return new page-aligned, writable memory. Large blocks are freed when their last view is deleted."""
     import numpy as np  # imported lazily because listing checkpoints imports this module but needs no arrays
 
     if nbytes < _SMALLEST_MAPPING:
@@ -55,14 +55,14 @@ class Buffer:
         self._memory = aligned_empty(nbytes)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return ``nbytes`` bytes of memory, which the next call may return again."""
+        """Return ``nbytes`` bytes of the buffer. Later calls may return the same memory."""
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]
 
 
 class BlockPool:
-    """A pool of aligned transfer buffers. Reusing them avoids allocations, which hypervisors can make slow."""
+    """A pool of aligned transfer buffers, which are reused because allocation can be slow on virtual machines."""
 
     def __init__(self, nbytes: int, spare: int) -> None:
         self._nbytes = nbytes

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("holdfast")
 
-_NEVER = datetime.timedelta(days=1)  # in effect, no timeout in obstore; holdfast sets a time limit per request
+_NEVER = datetime.timedelta(days=1)  # effectively no timeout in obstore; holdfast sets a time limit for each request
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
 
 SINGLE_REQUEST_BYTES = 128 << 20  # maximum size in bytes of a file that is uploaded in one request instead of blocks
@@ -206,7 +206,7 @@ class CloudBackend(ObjectStoreBackend):
 
         names += self._ask(key, "list", below)
         exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
-        # A response from a proxy looks like the end of the listing, so retry an empty listing or a full last page.
+        # A response from a proxy looks like the end of a listing, so retry if it is empty or ends with a full page.
         if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
@@ -224,7 +224,7 @@ class CloudBackend(ObjectStoreBackend):
             "write",
             lambda store: store.put_async(key, body, use_multipart=False, **options),
             size,
-            attempts=1 if options else GARBLED,  # a write that has succeeded invalidates its own condition
+            attempts=1 if options else GARBLED,  # not retried, because success invalidates the condition
         )
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -398,7 +398,7 @@ class CloudBackend(ObjectStoreBackend):
         with self._opening:
             end, store = self._stores.get(once, (0.0, None))
             if time.monotonic() >= end:
-                # An attempt fails after this many seconds in which no byte is received.
+                # An attempt fails if no data is received for this many seconds.
                 stalled = float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
                 client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=stalled)}
                 if certificates := os.environ.get("TENSORSTORE_CA_BUNDLE"):

@@ -1,6 +1,6 @@
 """Access through fsspec (the extra ``fsspec``) to all other URL schemes and to pyarrow file systems.
 
-A warning lists the guarantees that a file system cannot give when it is opened; docs/object_stores.md explains them.
+When a file system is opened, a warning lists the guarantees that it cannot give; see docs/object_stores.md.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary files of atomic write
 
 THREADS = 8  # threads that write one file, including the calling thread
 
-# Number of writer threads while a training loop runs: two reach most of the speed, more would slow down the loop.
+# Number of writer threads while a training loop runs. Two reach most of the speed, and more would slow the loop down.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread collects for each write
@@ -60,7 +60,7 @@ _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
 _WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # starts writeback, so the final sync has less to write
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # only on macOS, where fsync(2) does not flush the drive
 _blocks = BlockPool(BLOCK, THREADS)
 
 
@@ -392,7 +392,7 @@ def _advise(descriptor: int, advice: int) -> None:
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
-    """Append a line to a file in a single write, so that several processes can append. The file is not synced."""
+    """Append a line to a file without syncing, in a single write so that lines from several processes do not mix."""
     descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -458,8 +458,8 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         remaining -= part.size
         if remaining < 0:
             break
-        # NumPy's assignment would release the GIL for each part, and a computing thread would then hold it for
-        # milliseconds. A memoryview does not release the GIL.
+        # The parts are copied as memoryviews, because NumPy's assignment would release the GIL for each part, and a
+        # computing thread could then hold it for milliseconds.
         data, room = part.data, len(block) - filled
         while len(data) >= room:
             block[filled:] = data[:room]

@@ -1,6 +1,6 @@
-"""Locations, which represent local paths and object store URLs in the same way.
+"""Locations, a common representation of local paths and object store URLs.
 
-``Location`` is the only caller of the backends. It checks arguments, joins names and documents all guarantees.
+``Location`` is the only caller of the backends. It checks arguments, joins names and documents the guarantees.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class Location:
             return int(file.write(data))
 
     def snapshot(self, known: Collection[str] = ()) -> Location:
-        """Return this location with a frozen listing: an object store lists the objects below it only once, now.
+        """Return this location with a frozen listing of the objects below it; local locations are returned unchanged.
 
         Reads through the snapshot return the current content, but objects written through it may not be listed. The
         listing always includes ``known``, the relative paths of objects that the store may not list yet.
@@ -393,7 +393,7 @@ class Location:
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return the directory's entries except lock files, sorted by name; an empty list if it does not exist."""
+        """Return the entries of this directory except lock files, sorted by name; an empty list if it is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
@@ -401,8 +401,7 @@ class Location:
 
         Args:
             limit: The maximum number of bytes to accept; None for no limit.
-            size: The expected length, if known. It saves a request to an object store, and bytes beyond it are not
-                read.
+            size: The expected length, if known. It saves a request to an object store. Bytes beyond it are not read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -414,7 +413,7 @@ class Location:
         """Return the content of a file that controls a run. Refuse a symlink, which may lead to another run's file.
 
         Raises:
-            DamagedCheckpointError: This is a symlink, or :meth:`read_bytes` raises this error.
+            DamagedCheckpointError: This is not a regular file, or the content is longer than ``limit``.
         """
         if self.is_link():
             raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
@@ -433,7 +432,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether the content has exactly ``size`` bytes; read it only if the store does not report sizes.
+        """Return whether this has exactly ``size`` bytes. The content is read only if the store reports no sizes.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -450,7 +449,7 @@ class Location:
             atomic: Whether the write is atomic: readers see either the old or the new content, even after a crash, and
                 the name is durable as well. Non-atomic writes are cheaper; use them in uncommitted directories, whose
                 names are synced together at the end.
-            sync: If False (only for non-atomic writes), a later :func:`sync_all` must make the content durable.
+            sync: Whether to sync the content. A non-atomic write may leave this to a later :func:`sync_all`.
             before: Files and directories on the same disk that must be durable before the new content becomes visible.
                 They are synced together with it.
         """
@@ -470,7 +469,7 @@ class Location:
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
-        """Write a small object only if its current content is ``expected``; None means that it must not exist.
+        """Write a small object only if its current content is ``expected``; None means that the object must not exist.
 
         Returns:
             Whether the object now has the new content, even if another process has written it.
@@ -540,11 +539,11 @@ class Location:
                 segments at the same time.
             awaited: An event that is set when a training loop starts to wait for this call. Until then, fewer threads
                 write to a disk. None means that no training loop runs during this call.
-            sync: If False, a later :func:`sync_all` must make the content durable on a disk.
+            sync: Whether to sync the content. If False, this is left to a later :func:`sync_all`.
 
         Raises:
             StorageError: The write failed; no file is left behind.
-            ValueError: The segments are misplaced, or the parts of a segment do not add up to its size.
+            ValueError: The segments do not fit into the file, or the parts of a segment do not add up to its size.
         """
         self.parent.write_data_files([DataFile(self.name, size, segments)], awaited, sync=sync)
 
@@ -577,7 +576,7 @@ class Location:
             size: The expected length, if known. The first request to an object store is then the first read, which
                 raises ObjectNotFoundError if there is no such object. Bytes beyond this length are never requested.
             cached: Whether to read from a disk through the page cache, which pays off if several processes read the
-                same bytes. With None, reads switch to it once another reader with None has opened the file.
+                same bytes. None means that reads switch to the page cache when another such reader opens the file.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -609,7 +608,7 @@ class Location:
             The identity of the file under its new name.
 
         Raises:
-            OSError: The request failed, or the file has changed (ESTALE). On a disk, the new name is not created then.
+            OSError: The request failed, or the file has changed (ESTALE). On a disk, this leaves no new name behind.
         """
         assert type(self._backend) is type(target._backend)
         return target._writing().share(self._key, target._key, known)
@@ -648,7 +647,7 @@ class _Upload(io.BytesIO):
 
 
 def _open_object(location: Location, mode: str, **text: Any) -> IO[Any]:
-    """Open an object as the builtin ``open`` opens a file; ``text`` holds the keyword arguments for text mode."""
+    """Open an object like a file; ``text`` holds the keyword arguments for text mode."""
     action = "".join(sorted(mode)).replace("t", "", 1).replace("b", "", 1)
     if action not in ("r", "w", "x", "a"):
         raise OptionError(f"{location}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")

@@ -67,7 +67,7 @@ class FileLock:
                 if self.descriptor is None:
                     return False
                 locked, named = os.fstat(self.descriptor), os.stat(self._file)
-                # On NFS, locks may be local to one host, and a new file may get the inode number of a removed one.
+                # On NFS, where locks may be local to a host, inode numbers may be reused, so times are compared too.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False
@@ -133,7 +133,7 @@ class SaveLock(FileLock):
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:
-        """Create an empty file and lock it, unless it is a ``memory://`` file."""
+        """Create the empty marker file and lock it. Files in ``memory://`` are not locked."""
         if self._file.is_local:
             # Another save may have mistaken the new file for the marker of a dead save and replaced it.
             is_made = self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL)

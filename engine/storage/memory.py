@@ -74,5 +74,6 @@ class MemoryBackend(ObjectStoreBackend):
         return answer.value if answer.state == "value" else None, answer.stamp.generation
 
     def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
-        expected = self.read_generation("")[1] if generation is None else generation  # the root is never an object
+        # There is never an object with an empty key, so its generation is that of a missing object.
+        expected = self.read_generation("")[1] if generation is None else generation
         return bool(self.request(key, "write", lambda: self._store.write(key, data, if_equal=expected)).generation)

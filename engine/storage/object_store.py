@@ -43,7 +43,7 @@ RETRIES = 8  # maximum retries per request; if the service stays unreachable, th
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning names a request that is still waiting
 SLOWEST = 64 << 10  # bytes per second; the time limit grows by the transfer time at this speed
-# Offset in bytes from which reads are first checked against the object's size, because no store has such large objects.
+# Offsets beyond this number of bytes are first checked against the object's size, because no object is that large.
 _LONGEST_RANGE = 1 << 50
 GARBLED = 3  # maximum attempts at a request if the responses cannot be parsed
 UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an object is unknown
@@ -66,7 +66,7 @@ class _Listing:
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # whether objects outside the prefix exist, as a cache
+    others: dict[str, bool] = field(default_factory=dict)  # cache: whether objects outside the prefix exist
 
 
 class _Pending(Protocol[T_co]):
@@ -104,11 +104,11 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
-        """Return an object or a byte range of it; raise DamagedCheckpointError if the range begins after its end."""
+        """Return an object or a byte range of it; raise DamagedCheckpointError if the object ends before the range."""
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key and, with ``itself``, the key; more names with its prefix are allowed."""
+        """Return the sorted names below a key (and the key if ``itself``); others with its prefix may be included."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -150,7 +150,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service honours conditional writes; the test, if needed, writes ``data`` to the object."""
+        """Return whether the service honours conditional writes, which may be tested by writing ``data``."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
@@ -158,7 +158,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def write_where(self, key: str, data: bytes, generation: Any) -> bool:
-        """Write an object if its generation is unchanged or, for None, if it does not exist; return True on success."""
+        """Write an object if its generation matches; None matches a missing object. Return whether it was written."""
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
@@ -282,7 +282,7 @@ class ObjectStoreBackend:
     def request(
         self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int = 0, *, attempts: int = 1
     ) -> T:
-        """Send a request and wait at most :func:`time_limit`; retry it if the response cannot be parsed."""
+        """Send a request and wait for its result, with a time limit; retry if the response cannot be parsed."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
@@ -337,7 +337,7 @@ class ObjectStoreBackend:
         return [name.removeprefix(below) for name in self._listed(key, itself=False)]
 
     def _listed(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key and, with ``itself``, of the object with this key, if any."""
+        """Return the names of all objects below a key and, with ``itself``, the key if there is such an object."""
         below = f"{key}/" if key else ""
         listing = self._listing
         if listing is None or not below.startswith(listing.prefix):

@@ -34,7 +34,7 @@ class Helper(threading.Thread):
         super().__init__(target=work, name=name, daemon=daemon)
         self._process: int | None = None  # PID of the process that runs the thread; a forked child does not run it
         self._is_done = False
-        # Released when the work is done. An interrupt could leave the internal lock of an Event locked forever.
+        # Released when the work is done. An Event is not used, because an interrupt could leave its lock acquired.
         self._under_way = Lock()
         self._under_way.acquire()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOOKUP_URL = "https://s3.amazonaws.com/{}"  # returns the region of a bucket, without authentication
 _LOOKUP_WAIT = 5.0  # seconds
-_STATIC = datetime.timedelta(seconds=60)  # lifetime of cached credentials from a file, which may be renewed
+_STATIC = datetime.timedelta(seconds=60)  # how long credentials from a file are cached; another program may renew them
 _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -103,19 +103,19 @@ class S3(CloudBackend):
 
 
 def _named_endpoint() -> tuple[str, str]:
-    """Return the environment variable that sets the S3 endpoint and its value, or two empty strings."""
+    """Return the name and value of the environment variable that sets the S3 endpoint, or two empty strings."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     return next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", ""))
 
 
 def aws_region() -> str | None:
-    """Return the region from the environment or from the chosen profile in ``~/.aws``."""
+    """Return the region from the environment or from the selected profile in ``~/.aws``."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return region or _aws_profile().get("region")
 
 
 def aws_endpoint() -> str | None:
-    """Return the S3 endpoint from the environment or the chosen profile; None for Amazon's default.
+    """Return the S3 endpoint from the environment or the selected profile; None for Amazon's default.
 
     https://docs.aws.amazon.com/sdkref/latest/guide/feature-ss-endpoints.html
     """

@@ -73,7 +73,7 @@ STATUSES: dict[str, type[HoldfastError]] = {
     "DATA_LOSS": DamagedCheckpointError,
     "UNAUTHENTICATED": StoragePermissionError,
 }
-"""Error classes for TensorStore's statuses, which are Abseil's: https://abseil.io/docs/cpp/guides/status-codes."""
+"""Error classes for Abseil's status codes, which TensorStore uses: https://abseil.io/docs/cpp/guides/status-codes."""
 
 _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"Malformed List response|Failed to parse response", GarbledAnswerError),
@@ -123,7 +123,7 @@ _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
 }
 
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
-# A password may contain any character, such as a space or the slashes in AWS keys. A colon before a number is a port's.
+# A password may contain any character, such as a space or slash (as in AWS keys). A colon before a number marks a port.
 _PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
 _USER = r"(:/+)[^/\s'\"]*@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
