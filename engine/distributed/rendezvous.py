@@ -35,7 +35,7 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor if process 0 may itself be waiting. With the time that it takes to end a wait, the total is 2.
+# Timeout factor of waits for process 0 while it may itself be waiting. With the time to end a wait, the total is 2.
 _GATHERED = 2 - 1 / SHARE
 _WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next one gets the minimum timeout
 _SILENCE = 600.0  # default time limit in seconds for a response from the store

@@ -381,7 +381,7 @@ def pack_name(first: int, last: int) -> str:
 
 
 def _packed(path: str) -> range:
-    """Return the processes whose zip files a zip file contains, according to its name; empty for other names."""
+    """Return the range of processes in a file name from :func:`pack_name`; an empty range for other names."""
     name = _PACK.fullmatch(path.rpartition("/")[2])
     return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 

@@ -401,7 +401,7 @@ class Location:
 
         Args:
             limit: The maximum number of bytes to accept; None for no limit.
-            size: The expected length, if known. It saves a request to an object store. Bytes beyond it are not read.
+            size: The expected length, if known. Passing it saves a request to an object store; no more bytes are read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
