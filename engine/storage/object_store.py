@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key; ``itself`` includes the key. Other names with its prefix may be added."""
+        """Return the sorted names below a key; ``itself`` adds the key. Other names with its prefix may appear."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
