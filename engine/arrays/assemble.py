@@ -1,4 +1,4 @@
-"""Assembles arrays and array boxes from chunks as they arrive, and verifies every chunk."""
+"""Assembles arrays, or boxes of arrays, from chunks as they arrive, and verifies every chunk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COPY = 256 << 10
 _SMALL = 8 << 10  # bytes; only arrays up to this size share a memory block
 _INCOMPRESSIBLE = 1 << 10  # zstd may enlarge an incompressible chunk by 1/128 of its size plus this many bytes
 _BLOCK = 64 << 10  # bytes per memory block for small arrays, each of which keeps its whole block alive
-_LARGE_BLOCK = 2 << 20  # bytes per block for many small arrays, because one huge page is cheaper than 32 blocks
+_LARGE_BLOCK = 2 << 20  # bytes per block if there are many small arrays; one huge page is cheaper than 32 blocks
 _MOST_AXES = 32  # maximum number of axes in numpy 1
 _WASTE = 256  # maximum gap in bytes between two small arrays that share a block
 
@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a stored chunk; return its values and an error message or "". An ``indexed`` checksum may be -1."""
+        """Verify a stored chunk; return its values and an error or "". ``indexed`` is its index checksum, or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -112,7 +112,7 @@ class Assembly:
         self.decoders = [self._distinct[number] for number in decoder_ids]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        # Index of the result for each array, or for its first box.
+        # Index of each array's result, or of the result of its first box.
         self._outputs = list(range(len(metadata))) if boxes is None else []
         count = len(self._outputs)
         for array, wanted in enumerate(boxes or ()):
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the array memory to read a chunk into directly; None if not contiguous or not allocated yet."""
+        """Return the memory into which a chunk can be read directly; None if it is not contiguous or not allocated."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the undamaged arrays or boxes. Empty arrays are allocated here, because they have no chunks."""
+        """Return the arrays or boxes, none of which may be damaged. Arrays without chunks are allocated here."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset of a box in the memory of an outer box, in elements; None if the box is not contiguous."""
+    """Return the offset of a box in the memory of an outer box, in elements; None if it is not contiguous there."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape

@@ -41,7 +41,7 @@ from .source import Problem
 
 _WHOLE = 2 * NODE_LIMIT  # bytes; an index up to this size is always read as a whole
 _MANY = 8  # after 1/8 of the index has been read in parts, the whole index is read
-_READS = 16  # nodes read concurrently from an object store
+_READS = 16  # number of nodes to read concurrently from an object store
 _INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; ten million chunks take about 200 MB
 
 
@@ -57,7 +57,7 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """A folder of named arrays, opened for reading. Documents in it, except the index, may have ``limit`` bytes."""
+    """A folder of named arrays, opened for reading; ``limit`` is the maximum size of documents except the index."""
 
     def __init__(
         self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
@@ -98,7 +98,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of arrays, None for unknown names. Arrays with equal metadata usually share an object."""
+        """Return the metadata of arrays, or None for unknown names. Equal metadata is usually a shared object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -161,7 +161,7 @@ class ArrayDatabase:
             return self._index.entries
 
     def _read_node(self, node: NodePlace) -> bytes:
-        """Read a node from a file that has no digest in the commit record, or from a folder that has no record."""
+        """Read a node from a file without a digest in the commit record, or from a folder without a commit record."""
         path, offset, length = node
         with self._open(path) as file, required(self._location / path):
             length = min(length, max(0, file.size - offset))
@@ -273,14 +273,14 @@ class ArrayDatabase:
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
     """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on its other readers."""
     if assembly.keep and nbytes < PAGE:
-        return True  # direct I/O would read a whole page; verification without ``keep`` must bypass the cache anyway
+        return True  # direct I/O would read a whole page; verification (without ``keep``) must still bypass the cache
     # If several processes on this machine read all arrays, the cache lets them read the disk only once. Processes that
     # are not connected detect each other while reading.
     return (shares_machine() or None) if assembly.wants_everything else False
 
 
 def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[Integers, list[int]]:
-    """Look up single-chunk arrays in bulk; return table rows for those with a valid chunk, and all other arrays."""
+    """Look up single-chunk arrays in bulk; return table rows for the valid chunks, and the indices of other arrays."""
     lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
     if "" in names:  # the root array's keys have no name prefix
         lone[names.index("")] = False

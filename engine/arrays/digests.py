@@ -134,7 +134,7 @@ class FileCheck(NamedTuple):
     checksums: Integers = _NO_CHUNKS  # checksums of the chunks in the index; -1 if missing
 
     def covers(self, other: FileCheck) -> bool:
-        """Return True if this file contains all chunks of `other`, a file with the same name, unique to a save."""
+        """Return True if this file contains all chunks of `other`, which the same save wrote under the same name."""
         if self.record != other.record or not len(self.offsets) or not len(other.offsets):
             return False
         rows = np.searchsorted(self.offsets, other.offsets)
@@ -173,7 +173,7 @@ class FileCheck(NamedTuple):
                     raise DamagedCheckpointError(f"{location}: the index is wrong about the chunk at byte {offset}")
                 if position < data_end:
                     crc = extend(crc, part[max(offset, position) - position : min(data_end, end) - position])
-                for at in range(max(data_end, position), min(chunk_end, end)):  # it may be split between two pieces
+                for at in range(max(data_end, position), min(chunk_end, end)):  # the checksum may span two pieces
                     ending |= int(part[at - position]) << 8 * (at - data_end)
                 if chunk_end > end:
                     break

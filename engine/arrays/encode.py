@@ -40,7 +40,7 @@ Digests = dict[tuple[int, int], bytes | None]
 class Source(NamedTuple):
     spec: ArraySpec
     dtype: np.dtype[np.generic]  # stored dtype, little endian
-    # Host arrays that together cover exactly what this process writes; if their dtype differs, chunks are cast.
+    # Host arrays that together cover exactly what this process writes; chunks of another dtype are cast.
     pieces: Sequence[Piece]
     name: str = ""  # the leaf's name, for errors
 
@@ -129,7 +129,7 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return the bytes of a chunk, which may be fewer than in a full chunk at the end of an axis."""
+    """Return the bytes of a chunk; a chunk at the end of an axis may be smaller than a full chunk."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 

@@ -70,7 +70,7 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 
 
 _THREADS = 4
-_BUFFERS = 12  # read buffers together may take 1/12 of the bytes to read
+_BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
 COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied, whose buffer is reused
 _FEW = 32  # extents; a single thread that reads more than this many would mostly wait
@@ -86,7 +86,7 @@ class Extent(NamedTuple):
     file: str
     offset: int
     length: int
-    first: int  # its first row in the chunk table
+    first: int  # first row of the extent in the chunk table
     stop: int
     kept: bool  # whether views of the buffer are kept
 

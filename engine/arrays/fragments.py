@@ -46,7 +46,7 @@ class Fragment(NamedTuple):
 
     @property
     def written(self) -> int:
-        """Number of data files that this save has written, without shared files."""
+        """Number of data files that this save has written, excluding shared files."""
         return len(self.sizes) - len(self.shared)
 
     @property
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return an error that lists the leaves in which a process differs from process 0, given the lines of both."""
+    """Return an error that lists all leaves in which two processes differ; ``lines`` describes the tree of each."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

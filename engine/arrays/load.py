@@ -62,7 +62,7 @@ def load_tree(
     # Leaf types of the run's initial state. If given, the template is the initial state of the resumed run, and leaves
     # are restored with their saved types, including the leaves of lists and dictionaries that have grown.
     began: Mapping[str, LeafType] | None = None,
-    shared: SharedReads | None = None,  # if given, all processes must call this, and read shared data only once
+    shared: SharedReads | None = None,  # if given, all processes must call this together; shared data is read only once
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
@@ -191,7 +191,7 @@ def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Read the elements of each array that its index selects; only the chunks that contain them are read."""
+    """Read the elements that an index selects from each array; only the chunks that contain them are read."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -377,7 +377,7 @@ class Selection:
             raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
         if sum(entry is ... for entry in index) > 1:
             raise IndexError("an index can have only one ellipsis (...)")
-        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; IndexError if invalid
+        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; fails if the index is invalid
         entries = [entry for entry in index if entry is not None]
         position = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
         entries[position : position + 1] = [slice(None)] * (len(shape) - count)
@@ -386,7 +386,7 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # A run has all selected indices of its axis or only one, so every chunk in a box has selected elements.
+        # A run has all selected indices of its axis or only one, so every chunk of a box contains selected elements.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))

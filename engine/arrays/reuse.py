@@ -38,14 +38,14 @@ _logger = logging.getLogger("holdfast")
 ChunkKey = tuple[str, int]  # an array's name and encoding, and a chunk number
 _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array number and chunk number, and its digest
 
-_SMALLEST_CHUNK = 64 << 10  # bytes; smaller chunks are written faster than they are compared
+_SMALLEST_CHUNK = 64 << 10  # bytes; writing smaller chunks is faster than comparing them
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
 _LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file, whose other bytes waste disk space
 _SAMPLES = 256
-_SAMPLE_BYTES = 64  # size of a sample
+_SAMPLE_BYTES = 64  # size of a sample in bytes
 _SAMPLE_GAP = 4096  # minimum distance in bytes between samples
 _THREADS = 4
-_SHARE = 16 << 20  # bytes per thread
+_SHARE = 16 << 20  # bytes to digest per thread
 _PATIENCE = 2  # consecutive changes outside the sample after which a chunk is compared less often
 _LONGEST_REST = 64  # longest pause between comparisons, in saves
 _REMEMBERED = 64  # number of recent steps whose files are remembered
@@ -288,7 +288,7 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # if one name is missing, others may still exist
+            elif error.errno != errno.ENOENT:  # if a name is missing, the file may still exist under others
                 self._refused.add(file.path)
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None

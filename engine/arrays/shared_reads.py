@@ -116,7 +116,7 @@ class ReadPlan:
 
 
 def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
-    """Return an array's teams, the team of each chunk, and the number of chunk reads saved; None if not shared."""
+    """Return an array's teams, each chunk's team, and the number of chunk reads saved; None if it is not shared."""
     everyone: Teams = (tuple(range(processes)),)
     count = wanted.chunks
     if count == 0 or wanted.itemsize == 0:

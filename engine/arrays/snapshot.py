@@ -151,8 +151,8 @@ class KnownTree:
     """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
-    refuses any tree that would be stored differently. ``copies``, the snapshot of the leaves in the buffer, may be
-    limited to the chunks that this process writes.
+    refuses any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
+    the buffer, may be limited to the chunks that this process writes.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
@@ -185,7 +185,7 @@ class KnownTree:
             try:
                 values = self.outline.leaves_of(tree)
                 taken = None if values is None else self._leaves.take(values)
-            except Exception:  # the regular snapshot will raise it again, with the leaf's name
+            except Exception:  # the regular snapshot will raise the error again, with the leaf's name
                 return None
             if taken is None:
                 return None
@@ -211,7 +211,7 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Yield each copy with its source, the corresponding part of a piece."""
+    """Yield each copy and its source, which is the corresponding part of a piece."""
     if [copy.box for copy in copies] == [piece.box for piece in pieces]:
         yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return
@@ -229,7 +229,7 @@ def _copy(pair: _Copy) -> None:
 
 
 def snapshot_bytes(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
-    """Return the number of bytes in a snapshot of host arrays, and of arrays on accelerators."""
+    """Return the total sizes in bytes of the host arrays and of the accelerator arrays in a snapshot."""
     on_host = on_devices = 0
     for leaf in leaves:
         if isinstance(leaf, ArrayLeaf) and leaf.volatile:

@@ -67,8 +67,8 @@ class NamedVariables(Protocol):
 
         Raises:
             ObjectNotFoundError: No value has this name.
-            UnsupportedLeafError: holdfast does not support its element type.
-            DamagedCheckpointError: It does not match its checksums.
+            UnsupportedLeafError: The element type of the value is not supported.
+            DamagedCheckpointError: The value does not match its checksums.
         """
         ...
 
@@ -84,7 +84,7 @@ class TreeSource(Protocol):
     tree: TreeDocument  # the containers
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
-    left_out: Sequence[str] = ()  # one line for each content of a file that is not in the tree, with the reason
+    left_out: Sequence[str] = ()  # lines that describe file contents that are not in the tree, with the reason
     # Reasons why listed leaves are unreadable, keyed by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
     # The values under the names of the library that wrote them; None if these names equal the leaf paths.
@@ -113,9 +113,9 @@ class TreeSource(Protocol):
         """
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        """Read, for each leaf, the boxes listed for it.
+        """Read the listed boxes of each leaf.
 
-        By default, whole arrays are read and cut. Formats with chunks read only the chunks that overlap the boxes.
+        By default, boxes are cut out of whole arrays. Formats with chunks read only the chunks that overlap the boxes.
         """
         parts = []
         for array, wanted in zip(self.read_leaves(leaves), boxes, strict=True):
@@ -135,7 +135,7 @@ class TreeSource(Protocol):
         return ""
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        """Return the chunk shape in which :meth:`read_boxes` reads an array; by default, the whole array."""
+        """Return the shape of the chunks in which :meth:`read_boxes` reads an array; by default, the array's shape."""
         return leaf.saved.shape or ()
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:

@@ -1,7 +1,7 @@
 """Load a saved tree into a different structure, reading only the leaves that are needed.
 
-Saved leaves that become exactly one new leaf, unchanged, are read by `load_tree`. Functions of the whole tree receive
-lazy containers, which read a leaf when it is indexed.
+A saved leaf that becomes exactly one new leaf, without changes, is read by `load_tree`. Functions of the whole tree
+receive lazy containers, which read a leaf when it is indexed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LeafCache:
         self._arrays: dict[int, NDArray[Any] | None] = {}
 
     def tree(self) -> Any:
-        """Return the saved tree as lazy containers, which read a leaf when it is indexed; read a bare leaf at once."""
+        """Return the saved tree as lazy containers, which read a leaf when it is indexed; a bare leaf is read now."""
         structure = self._source.tree.structure
         return self.values([0])[0] if structure is None else _lazy(self, structure, 0)
 
@@ -247,7 +247,7 @@ class _Loader:
         return self._new.names[number] in self._requests
 
     def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
-        """Convert computed values and cached leaves as the template asks, as if they had been saved."""
+        """Convert computed values and cached leaves to what the template asks for, like leaves of a saved tree."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}

@@ -33,7 +33,7 @@ from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
 _WORTH = 64 << 10  # bytes per leaf; copying fewer bytes is cheaper than determining which process writes them
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # the leaf kinds that are arrays
-_LEAF_BYTES = 256  # rough size of a leaf's entries in the index and ``tree.json``, in bytes
+_LEAF_BYTES = 256  # approximate size of a leaf's entries in the index and ``tree.json``, in bytes
 _SHOWN = 60  # maximum number of characters of a value in errors
 _NAME_LIMIT = 60_000  # bytes; leaves room for the chunk numbers that index keys append to a name
 
@@ -51,7 +51,7 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # leaf types that differ from the run's initial state, if known
+    fresh: Details | None = None  # differences in leaf types from the run's initial state, if known
 
     def __post_init__(self) -> None:
         for name in self.names:  # check the length first, because UTF-8 takes at most 4 bytes per character
@@ -126,7 +126,7 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks. With several processes, also fsync, and return a fragment for process 0."""
+        """Write this process's chunks. With several processes, fsync them and return a fragment for process 0."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
@@ -313,7 +313,7 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
         new = spec.chunk_box(number)
         if current is not None:
             joined = Box(current.start, new.stop)
-            if joined.size == current.size + new.size:  # the two are adjacent along one axis
+            if joined.size == current.size + new.size:  # the two boxes are adjacent along one axis
                 current = joined
                 continue
             yield current

@@ -52,7 +52,7 @@ def encode_plain(value: Any) -> Any:
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, encoded so that `decode_state` can restore each array in its own library."""
+    """Return a snapshot of a tree, encoded so that `decode_state` can restore the arrays of each library."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -164,7 +164,7 @@ def loaded_object(name: str) -> Any:
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        # classes defined in functions cannot be found this way
+        # Classes defined in functions cannot be found this way.
         value = vars(value).get(part) if isinstance(value, type) or hasattr(value, "__dict__") else None
     return value
 

@@ -1,4 +1,4 @@
-"""Pytree containers: determines which values are containers, what their children are, and how to rebuild them."""
+"""Determines which values are pytree containers, what their children are, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def opens_as(subclass: type, kind: str) -> None:
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
-# ---- flax.nnx objects, such as modules and optimizers, which `nnx.state` opens and loading copies. If a tree contains
-# one, the program has imported flax.
+# ---- flax.nnx objects, such as modules and optimizers. `nnx.state` opens them, and loading creates copies. If a tree
+# contains one, the program has imported flax.
 
 
 def is_nnx(value: object) -> bool:
@@ -126,7 +126,7 @@ def is_nnx(value: object) -> bool:
 
 
 class NnxObjects:
-    """The nnx objects in one tree. A variable of several objects is stored with the first, and shared after loading."""
+    """The nnx objects in one tree. A variable shared by several is stored with the first, and shared after loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []

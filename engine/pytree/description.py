@@ -100,7 +100,7 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return pairs of names: of a jax array on the host, and of a leaf that shares its memory and may still change.
+    """Find jax arrays on the host that share memory with leaves that may still change; return the names in pairs.
 
     Neither jax nor numpy reports such sharing, but addresses reveal it if both arrays are leaves.
     """
@@ -225,7 +225,7 @@ class KnownLeaves:
         copies = self._whole.start(whole, self._pinned_bytes)
         if copies is None:
             return None
-        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # 0 would change their descriptions
+        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # 0 would change how leaves are described
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
@@ -249,7 +249,7 @@ _ARRAY_FACTS = attrgetter("dtype", "shape")
 
 
 def _kind(value: Any) -> str:
-    """Return the group that leaves of this type may belong to."""
+    """Return the group to which leaves of this type may belong."""
     if type(value) is np.ndarray:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):

@@ -24,7 +24,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tupl
 _MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
 _LENGTH = re.compile("[0-9]{1,18}")  # maxlen of a deque, as text
-_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and segments, keyed by stored keys
+_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # decoded keys and segments, keyed by stored keys
 
 
 class TreeDocument(NamedTuple):

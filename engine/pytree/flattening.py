@@ -36,7 +36,7 @@ from .names import escape_first, escape_keys, format_path
 # numpyro states use tuples for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
-MAX_DEPTH = 200  # maximum nesting of containers, because all code that walks trees, including JSON, is recursive
+MAX_DEPTH = 200  # maximum nesting of containers; code that walks trees, including the json module, is recursive
 
 _LARGEST_KEY = 1 << 63  # integer keys must fit into 64 bits
 _DEEPEST_KEY = 8  # maximum tuple nesting in a key

@@ -38,7 +38,7 @@ _NUMBERS: dict[Any, tuple[Details, np.dtype[Any]]] = {
 }
 _VALUES = (*PLAIN, set, frozenset)
 INT64 = range(-(1 << 63), 1 << 63)
-_LARGEST_INT = 1 << 22  # maximum bits of an int
+_LARGEST_INT = 1 << 22  # maximum number of bits in an int
 _LONG = 1 << 16  # length; longer text and bytes are stored as arrays, which are written and read in bulk
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
@@ -102,7 +102,7 @@ def is_python_value(value: object) -> bool:
 
 
 def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
-    """Describe a Python value. Subclass instances (such as enum members) are treated as the equal plain values."""
+    """Describe a Python value. Subclass instances (such as enum members) are treated as equal plain values."""
     for kind, (details, dtype) in _NUMBERS.items():
         if isinstance(value, kind):
             if kind is int and int(value) not in INT64:

@@ -35,7 +35,7 @@ from .leaves import (
 _logger = logging.getLogger("holdfast")
 
 PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
-_FEW = 64  # largest mesh whose device ids are stored with its arrays
+_FEW = 64  # device ids of meshes with more devices than this are not stored
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -131,8 +131,8 @@ class _ShardingInfo(NamedTuple):
     sharding: Any  # kept alive, so that its id is not reused
     details: Details
     weak_details: Details  # leaf details of weakly typed arrays with this sharding
-    whole: bool  # a single device of this process holds the whole array
-    local: bool  # all devices belong to this process; other processes have the same array on their own devices
+    whole: bool  # whether a single device of this process holds the whole array
+    local: bool  # whether all devices belong to this process; every process then holds the same array
 
     def details_of(self, value: Any) -> Details:
         return self.weak_details if value.weak_type else self.details

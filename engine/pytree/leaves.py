@@ -62,7 +62,7 @@ def required(name: str) -> Any:
 
 
 class _Framework:
-    """A lazily imported framework: it is imported when one of its names is first used."""
+    """A framework that is imported when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

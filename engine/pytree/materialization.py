@@ -28,7 +28,7 @@ _STEP = 1 << 16  # elements per block that is cast and checked, small enough for
 
 
 class CastProblem(ValueError):  # noqa: N818 - becomes one line of an error that names the leaf
-    """Raised for a value that the requested dtype cannot hold; the message says what to do."""
+    """Raised for a value that the requested dtype cannot hold; the message suggests a remedy."""
 
 
 def cast_checked(array: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -202,7 +202,7 @@ def materialize(
     cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
-    # checked once per description, because many leaves share one
+    # Check each description only once, because many leaves share one.
     converted = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index

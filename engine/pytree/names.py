@@ -57,7 +57,7 @@ def escape_first(key: str) -> str:
 
 def unescape_key(text: str) -> str:
     if text.isidentifier():
-        return text  # most keys
+        return text  # the common case
     if "%" not in text:
         if not text or _ESCAPED.search(text):
             raise ValueError(f"{text!r} is not an escaped key")
@@ -124,7 +124,7 @@ of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state
 keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
 
 _WILD = set("*?[")
-_CLOSE = 2000  # maximum paths to search for one similar to an unmatched pattern
+_CLOSE = 2000  # maximum number of paths to search for one that is similar to an unmatched pattern
 
 
 class PathFilter:
@@ -230,7 +230,7 @@ def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
         if any(map(Pattern("", text).matches, paths)):
             return text
     containers = ("/".join([*keys[:length], "**"]) for keys in paths[:_CLOSE] for length in range(1, len(keys)))
-    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers are fewer, so come first
+    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers, which are fewer, come first
     import difflib  # imported lazily, because only errors need it
 
     close = difflib.get_close_matches(pattern.text, list(candidates)[: 2 * _CLOSE], n=1)

@@ -1,4 +1,4 @@
-"""Samples a few evenly spaced elements from each leaf, with a digest of their bits, without waiting for devices.
+"""Samples a few evenly spaced elements of each leaf and digests their bits, without waiting for devices.
 
 Arrays in host memory are read immediately. Elements of arrays on a device are gathered there and copied to the host
 while the program continues; :attr:`Samples.is_ready` is True once they have arrived.
@@ -22,8 +22,8 @@ from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
-_ELEMENTS = 64  # maximum elements read from each leaf
-_ON_DEVICES = 64  # maximum jax leaves per device; XLA takes about 8 ms to compile the gather for each
+_ELEMENTS = 64  # maximum number of elements to read from each leaf
+_ON_DEVICES = 64  # maximum number of jax leaves per device; XLA takes about 8 ms to compile the gather for each
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -106,7 +106,7 @@ class _Run(NamedTuple):
 
 
 class _Steady:
-    """Tensors that did not change between two samples, so that all of them can be checked at once."""
+    """Tensors that stayed in the same memory between two samples, so that all of them can be checked at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
         """Keep the views of some of ``count`` leaves, keyed by position."""
@@ -260,7 +260,7 @@ def _view_of(tensor: Any) -> Any:
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
-    """Return the first local shard of a jax array, its device, and the kind (and number) of all devices."""
+    """Return the first local shard of a jax array, its device, and the kind and number of all devices."""
     if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set

@@ -325,7 +325,7 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit treats both types alike, as it does Python floats and weakly typed scalars, for example."""
+        """True if jit treats both types alike, such as Python float and weakly typed scalar, or numpy and jax array."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property

@@ -136,7 +136,6 @@ class TorchDescriber:
 
 
 def _local(value: Any) -> Any:
-    """Return the local tensor of a DTensor."""
     with torch.no_grad():
         local = value.to_local().detach()
     # Wait, because the result of an asynchronous collective may not have arrived yet.
@@ -189,7 +188,7 @@ class TorchDType(NamedTuple):
     def on_device(self, tensor: Any) -> DeviceArray:
         """Wrap a tensor on an accelerator as a `DeviceArray`; it must also meet the conditions of `to_numpy`."""
         elements = torch.view_as_real(tensor) if self.paired else tensor
-        # View it as integers, which keep every bit pattern and support all torch operations.
+        # View the elements as integers, which keep every bit pattern and support all torch operations.
         carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.dtype.itemsize)
         return DeviceArray(elements if carrier is None else elements.view(getattr(torch, carrier)), self.dtype)
 
@@ -207,10 +206,10 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
     """Return how the torch dtype with this name is stored, without importing torch."""
     dtype, variant = _PAIRED.get(name, name), name if name in _PAIRED else None
     if dtype not in COMMON_DTYPES:
-        import ml_dtypes  # imported lazily: most programs without torch do not need it
+        import ml_dtypes  # imported lazily, because most programs without torch do not need it
 
         is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
-        # Other dtypes, such as sub-byte integers and packed numbers, are bytes without operations in torch.
+        # Torch treats all other dtypes, such as sub-byte integers and packed numbers, as bytes without operations.
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
         variant = None if is_number else name
     details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}

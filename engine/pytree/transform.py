@@ -164,7 +164,7 @@ class Call:
 
     path: str  # path of the leaf or container of the new tree that it computes
     function: Callable[..., Any]
-    # Leaf names relative to that path; empty if the path is a leaf.
+    # Leaf names relative to ``path``; a single empty name if the path is a leaf.
     names: list[str] = field(default_factory=list)
 
     def run(self, original: Any) -> Any:
@@ -260,7 +260,7 @@ class _Planner:
         return self._taken(path, match.source, value, match)
 
     def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
-        """Return the original tree's part for a leaf, even if only one of the trees has the ``value`` keys of nnx."""
+        """Return the original tree's part for a leaf; ``value`` keys of nnx variables may be in only one tree."""
         part, below = self._original.get(path), self._original.get(f"{path}/value")
         if part is None and path.endswith("/value"):
             above = self._original.get(path.removesuffix("/value"))
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``; its key matches ``target``, the leaf's path or one above it."""
+    """Return a rule's match for the leaf at ``path``; its key matches ``target``, ``path`` or one above it."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)

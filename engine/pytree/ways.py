@@ -28,17 +28,18 @@ from .leaves import PLAIN, is_jax_array, is_torch_tensor, library_of, loaded, nn
 MISSING: Any = object()
 """The result of following a way whose entry or attribute no longer exists."""
 
-_MOST_NODES = 60_000  # maximum objects and leaves to visit
+_MOST_NODES = 60_000  # maximum number of objects and leaves to visit
 _MOST_ATTRIBUTES = 4_000
 _MOST_RATES = 32
-_MOST_VALUES = 1000  # maximum values to visit in a batch
+_MOST_VALUES = 1000  # maximum number of values to visit in a batch
 _LONG = 200  # characters; longer texts are truncated and end with a checksum
 _SMALL = 1 << 10  # bytes; the values of larger arrays are not converted to text
-_TEXT_DEPTH = 3  # nesting depth of containers that are converted to text
+_TEXT_DEPTH = 3  # maximum nesting depth of containers that are converted to text
 _MOST_ENTRIES = 256  # entries; the text of a larger container has only its length
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
-_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")  # not opened
+# Libraries whose objects are not opened.
+_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")
 
 _Get = Callable[[Any, Any], Any]
 
@@ -81,7 +82,7 @@ class _Route:
 
     def __init__(self, ways: Iterable[_Way | None]) -> None:
         self._numbers: dict[_Way | None, int] = {None: 0}
-        self._steps: list[tuple[int, _Get, Any]] = []  # index of the owner's way, and getter and key for the next step
+        self._steps: list[tuple[int, _Get, Any]] = []  # index of the owner's way, then getter and key of the step
         self._ends: list[int] = []
         for way in ways:
             ahead: list[_Way] = []
@@ -148,7 +149,7 @@ class Ways:
                     leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, below, child.value, (*above, id(value))))
-        self.total = len(leaves)  # all leaves found, chosen or not
+        self.total = len(leaves)  # number of leaves found, whether chosen or not
         if names is None:
             leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode(errors="replace"))))
             self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
