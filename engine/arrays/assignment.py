@@ -1,10 +1,10 @@
 """Assigns the chunks of a tree to processes, for multi-process saves and restores.
 
-Every chunk lies within one part of its array, and any process that holds this part can write the chunk. If there is
-only one such holder, it writes the chunk. All other chunks are distributed among their holders to balance the bytes per
-process. Chunks with few holders are assigned first, because they leave the least choice, and large chunks before small
-ones. Every process computes the same assignment without communication. Arrays with equal chunks and holders are
-distributed together, so the cost depends on the number of such classes, not on the number of chunks.
+Every chunk lies within one part of its array, and any process that holds this part can write the chunk. A chunk with a
+single holder is written by that process. All other chunks are distributed among their holders to balance the bytes per
+process. Chunks with few holders are assigned first, because they leave the least choice, and large chunks are assigned
+before small ones. Every process computes the same assignment without communication. Arrays with equal chunks and
+holders are distributed together, so the cost depends on the number of such classes, not on the number of chunks.
 
 In a restore, the processes that need a chunk take the role of its holders.
 """

@@ -153,7 +153,7 @@ class FileCheck(NamedTuple):
         return list(pairwise([*cuts, self.record.size]))
 
     def read_span(self, location: Location, file: DataReader, start: int, stop: int, step: int) -> Iterator[Bytes]:
-        """Read a span; yield pieces of ``step`` bytes in a reused buffer. Raise DamagedCheckpointError on damage."""
+        """Read and verify a span; yield pieces of ``step`` bytes in a reused buffer, and raise an error on damage."""
         first, last = np.searchsorted(self.offsets, [start, stop]).tolist()
         chunks = zip(*(column[first:last].tolist() for column in self[1:]), strict=True)
         reached, chunk = start, next(chunks, None)

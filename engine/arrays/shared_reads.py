@@ -326,7 +326,7 @@ def _read_pieces(
 
 
 def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
-    """Yield the arrays as messages of ``nbytes``, then endless padding; each array is freed once it is sent."""
+    """Yield the arrays as messages of ``nbytes``, followed by endless padding; free each array once it is sent."""
     waiting = arrays[::-1]
     arrays.clear()
     left: Bytes = np.empty(0, np.uint8)
@@ -364,7 +364,7 @@ def _incoming(pieces: Sequence[Piece], outputs: _Outputs) -> Generator[None, Byt
 
 
 class _Outputs:
-    """The array boxes that this process wants; memory is allocated when the first piece of an array arrives."""
+    """The array boxes that this process needs; memory is allocated when the first piece of an array arrives."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], boxes: Sequence[Sequence[Box]]) -> None:
         self._dtypes = dtypes

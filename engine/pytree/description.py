@@ -38,7 +38,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
     """Describe leaves for storage. All device-to-host copies start before the first one is awaited.
 
     If ``pinned_bytes`` is not 0, the caller must then take a snapshot of the leaves, which copies arrays from
-    accelerators through at most this many bytes of pinned memory.
+    accelerators using at most this many bytes of pinned memory.
     """
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []

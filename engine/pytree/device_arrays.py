@@ -32,13 +32,13 @@ _logger = logging.getLogger("holdfast")
 
 ACCELERATORS = {"cuda"}  # device types that support such copies; each is also the name of a torch module
 
-# A power of two, because torch rounds pinned allocations up to the next one, which would waste memory.
+# A power of two, because torch rounds pinned allocations up to powers of two, which would waste memory otherwise.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
 _SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes covered by the first wait; each later wait covers twice as many as the last
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait; later waits each cover twice as many, because waits are costly
 
 
 class DeviceArray:

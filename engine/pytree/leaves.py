@@ -44,7 +44,7 @@ _LANDMARKS = {  # modules that `loaded` finds, each with a name that it defines 
 
 
 def loaded(name: str) -> Any | None:
-    """Return a module of the table above if the program has imported it, else None.
+    """Return a module listed in `_LANDMARKS` if the program has imported it, else None.
 
     Classifying a leaf requires no imports, because a program can only have leaves of frameworks that it has imported.
     """

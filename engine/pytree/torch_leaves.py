@@ -320,7 +320,7 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
 
 
 def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
-    """Return the parts of an array that all processes need if the template is a DTensor; None for other tensors."""
+    """Return the parts of an array and their future holders if the template is a DTensor; None for other tensors."""
     if not is_dtensor(template):
         return None
     parts = _sharding_like(template, shape).parts()
