@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
 _SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes covered by the first wait; later waits each cover twice as many, because waits are costly
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait; this doubles with every wait, because waits are costly
 
 
 class DeviceArray:
