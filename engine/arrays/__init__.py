@@ -1,4 +1,4 @@
-"""Plan, write, read and load a pytree in its folder."""
+"""Plan, write, read and load the folder in which a pytree is stored."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Assembles arrays and array boxes from chunks as they arrive, and verifies every chunk."""
+"""Assembles arrays, or boxes of arrays, from chunks as they arrive, and verifies every chunk."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, Integers, checksum_
 from .extents import FOREIGN, ChunkTable, ThreadBuffer
 from .grid import ArraySpec
 
-# Bytes; smaller arrays are copied out of the read buffer, so that they do not keep all of it alive.
+# Bytes; smaller arrays are copied out of the read buffer, because a view would keep the whole buffer alive.
 COPY = 256 << 10
 
-_SMALL = 8 << 10  # bytes; larger arrays do not share a memory block with others
-_INCOMPRESSIBLE = 1 << 10  # maximum bytes that zstd adds to an incompressible chunk, besides 1/128 of its size
-_BLOCK = 64 << 10  # size of a memory block for small arrays; any one of them keeps the whole block alive
-_LARGE_BLOCK = 2 << 20  # block size if there are many small arrays: one huge page is cheaper than 32 blocks
+_SMALL = 8 << 10  # bytes; only arrays up to this size share a memory block
+_INCOMPRESSIBLE = 1 << 10  # zstd may enlarge an incompressible chunk by 1/128 of its size plus this many bytes
+_BLOCK = 64 << 10  # bytes per memory block for small arrays, each of which keeps its whole block alive
+_LARGE_BLOCK = 2 << 20  # bytes per block if there are many small arrays; one huge page is cheaper than 32 blocks
 _MOST_AXES = 32  # maximum number of axes in numpy 1
-_WASTE = 256  # largest gap in bytes that may be copied along between two small arrays
+_WASTE = 256  # maximum gap in bytes between two small arrays that share a block
 
 
 class ChunkDecoder:
-    """Decodes and checks the chunks of arrays that have the same metadata."""
+    """Decodes and verifies the chunks of arrays that have the same metadata."""
 
     def __init__(self, metadata: ArrayMetadata) -> None:
         self.dtype: np.dtype[Any] = metadata.dtype
@@ -42,21 +42,21 @@ class ChunkDecoder:
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # a single chunk of known stored size
+        self.lone = self.spec.chunks == 1 and not self.compressed  # a single chunk whose stored size is known
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # Zero-copy: the read buffer of the single chunk becomes the array.
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
-        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # handled together with other small arrays
-        self.key = b"/c" + b"/0" * len(metadata.shape)  # suffix of the only chunk's key, after the array's name
+        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # decoded together with other small arrays
+        self.key = b"/c" + b"/0" * len(metadata.shape)  # the key of the only chunk is the array's name plus this suffix
 
     def length_problem(self, length: int) -> str:
-        """Return what is wrong with the length of a stored chunk; "" if it is valid."""
+        """Return an error message if a stored chunk has the wrong length, or ""."""
         if length == self.stored_bytes or (self.compressed and CHECKSUM_BYTES < length < self.stored_bytes):
             return ""
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Return a stored chunk's values, and its problem or ""; ``indexed`` is its checksum in the index, or -1."""
+        """Verify a stored chunk; return its values and an error or "". ``indexed`` is its index checksum, or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -67,7 +67,7 @@ class ChunkDecoder:
             return values, f"cannot be decompressed: {error}"
 
     def checksum_problem(self, values: Bytes, checksum: Bytes, indexed: int) -> str:
-        """Check a chunk's bytes against the checksum stored after them and in the index; return the mismatch, or ""."""
+        """Compare a chunk's checksum with the stored and the indexed checksum; return an error message, or ""."""
         computed, expected = crc32c(values), checksum_after(checksum.tobytes())
         if computed != expected:
             return f"has crc32c {computed:08x}, expected {expected:08x}"
@@ -84,14 +84,14 @@ class ChunkDecoder:
 
 
 class OutputBox(NamedTuple):
-    """A requested box of an array, and the index of its result."""
+    """A requested box of an array, and its index in the results."""
 
     output: int
     box: Box
 
 
 class Assembly:
-    """Assembles the requested arrays while threads read their chunks; without ``keep``, it only verifies chunks."""
+    """Assembles the requested arrays while threads read their chunks. Without ``keep``, chunks are only verified."""
 
     # Memory is allocated only when an array's first chunk is verified, so forged metadata alone cannot exhaust it.
 
@@ -102,17 +102,17 @@ class Assembly:
         *,
         keep: bool,
     ) -> None:
-        # Equal metadata is usually the same object, and comparing identities is faster than comparing contents.
+        # Arrays with equal metadata usually share one object, and comparing ids is faster than comparing contents.
         objects = {id(array): array for array in metadata}
         numbers = {content: number for number, content in enumerate(dict.fromkeys(objects.values()))}
         number_of = {identity: numbers[content] for identity, content in objects.items()}
         decoder_ids = [number_of[id(array)] for array in metadata]
         self._distinct = list(map(ChunkDecoder, numbers))
-        self._decoder_ids: Integers = np.array(decoder_ids, np.int64)  # each array's position in `_distinct`
+        self._decoder_ids: Integers = np.array(decoder_ids, np.int64)  # index into `_distinct` for each array
         self.decoders = [self._distinct[number] for number in decoder_ids]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        # For each array, the index of its result, or of its first box's result.
+        # Index of each array's result, or of the result of its first box.
         self._outputs = list(range(len(metadata))) if boxes is None else []
         count = len(self._outputs)
         for array, wanted in enumerate(boxes or ()):
@@ -128,7 +128,7 @@ class Assembly:
         self._arrays: list[NDArray[Any] | None] = [None] * count
         self._damaged: set[int] = set()
         self._lock = Lock()
-        self._scratch = ThreadBuffer()  # decompression buffer; chunks are copied out of it
+        self._scratch = ThreadBuffer()  # decompression buffer, from which chunks are copied
 
     @property
     def wants_everything(self) -> bool:
@@ -153,11 +153,11 @@ class Assembly:
         return sorted({chunk for wanted in self._boxes[array] for chunk in decoder.chunks_in(wanted.box)})
 
     def keeps(self, array: int, chunk: int) -> bool:
-        """Return True if result arrays will be views of the buffer that a chunk is read into (zero-copy)."""
+        """Return True if results will be zero-copy views of the buffer into which a chunk is read."""
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes that can view a chunk's buffer: contiguous runs that together use nearly all of it."""
+        """Return the boxes that can be views of a chunk's buffer: contiguous runs that together cover most of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -179,7 +179,7 @@ class Assembly:
         self._damaged.add(array)
 
     def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False, indexed: int = -1) -> str:
-        """Verify a chunk and copy it into its array; return its problem, or ""."""
+        """Verify a chunk and copy it into its array; return an error message if it is damaged, or ""."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         adopters = self._adopters(array, chunk) if kept or decoder.compressed else ()
         memory = _fresh_memory if decoder.compressed and adopters else self._scratch.view
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the array memory to read a chunk into directly; None if it is not contiguous or not yet allocated."""
+        """Return the memory into which a chunk can be read directly; None if it is not contiguous or not allocated."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -220,7 +220,7 @@ class Assembly:
     def accept_many(
         self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool
     ) -> Iterator[tuple[int, str]]:
-        """Accept chunks that were read together; yield the row and the problem of each damaged chunk."""
+        """Accept chunks that were read together; yield the row and an error message for each damaged chunk."""
         others: Sequence[int] = rows
         mask = self._small[chunks.arrays[rows.start : rows.stop]]
         if len(rows) > 1 and mask.any():
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays or boxes, if none is damaged; empty arrays, which have no chunks, are created here."""
+        """Return the arrays or boxes, none of which may be damaged. Arrays without chunks are allocated here."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return a box's offset, in elements, in the memory of an outer box; None if it is not contiguous there."""
+    """Return the offset of a box in the memory of an outer box, in elements; None if it is not contiguous there."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape
@@ -282,8 +282,8 @@ def _small_arrays(
     *,
     keep: bool,
 ) -> tuple[Integers, list[NDArray[Any]]]:
-    """Verify chunks that each hold a small array; return the indexes of the valid ones, and their arrays."""
-    # Vectorized, because with ten thousand small arrays, Python code for each array would take too long.
+    """Verify chunks that each hold one small array; return the indices of the valid chunks, and their arrays."""
+    # Vectorized, because a Python loop over ten thousand small arrays would take too long.
     sizes = np.array([decoder.spec.chunk_nbytes for decoder in decoders], np.int64)[decoder_ids]
     stops = starts + sizes
     expected = _elements_at(data, stops, np.dtype("<u4"))
@@ -303,7 +303,7 @@ def _small_arrays(
     apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
     bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(good)]
     spans = [(int(first[low]), int(last[high - 1])) for low, high in pairwise(bounds)]
-    # Arrays with equal metadata at equal distances in a block are created together, as rows of one strided array.
+    # Arrays with equal metadata that are evenly spaced in a block are created together, as rows of one strided array.
     blocks = np.concatenate([[0], np.cumsum(apart)])
     good = good[np.argsort(blocks * len(decoders) + decoder_ids[good], kind="stable")]
     first, decoder_ids = starts[good], decoder_ids[good]

@@ -1,12 +1,12 @@
-"""Assigns the chunks of a tree to processes, for saves and restores in which several processes take part.
+"""Assigns the chunks of a tree to processes, for multi-process saves and restores.
 
-Every chunk is inside one part of its array, so each process that holds the part can write the chunk. A chunk with a
-single holder is written by that process. All other chunks are distributed among their holders so that every process
-writes about as much: groups with few holders first, because they have least choice, and large chunks before small ones.
-Every process computes the same assignment without communication. Equal arrays are distributed together, so the
-work depends on the number of classes of arrays, not on the number of chunks.
+Every chunk lies within one part of its array, and any process that holds this part can write the chunk. A chunk with a
+single holder is written by that process. All other chunks are distributed among their holders to balance the bytes per
+process. Chunks with few holders are assigned first, because they leave the least choice, and large chunks are assigned
+before small ones. Every process computes the same assignment without communication. Arrays with equal chunks and
+holders are distributed together, so the cost depends on the number of such classes, not on the number of chunks.
 
-In a restore, the processes that want a chunk act as its holders.
+In a restore, the processes that need a chunk take the role of its holders.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .grid import ArraySpec
 from .plan import Catalog, ChunkIds
 
-_ROUNDS = 8  # iterations for balancing the loads of overlapping groups
+_ROUNDS = 8  # maximum number of iterations to balance the loads of overlapping groups
 
 
 class ReplicaGroups(NamedTuple):
     """The processes that hold each chunk of an array."""
 
     groups: Sequence[tuple[int, ...]]  # distinct groups of processes, each in ascending order
-    of_chunk: NDArray[np.int32]  # each chunk's index into `groups`, in C order
+    of_chunk: NDArray[np.int32]  # index into `groups` for each chunk, in C order
 
 
 def _positions_by_id(ids: NDArray[Any], count: int) -> list[Integers]:
-    """Return the ascending positions at which each id below ``count`` occurs."""
+    """Return, for each id below ``count``, the positions at which it occurs, in ascending order."""
     ends = np.cumsum(np.bincount(ids, minlength=count))
     return np.split(np.argsort(ids, kind="stable"), ends[:-1])
 
@@ -77,13 +77,13 @@ def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
     """Assign every chunk of a tree to one of the processes that hold it."""
     classes = []
     groups = _positions_by_id(catalog.encoding_ids, len(catalog.distinct)) if catalog.names else []
-    # Sort by array number, which does not depend on the order of the tree.
+    # Sort by array number, which does not depend on the order of the leaves in the tree.
     for numbers in sorted(groups, key=itemgetter(0)):
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
         replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
         if parts is None and not spec.shape:
-            # Scalars, such as the time, may differ between processes: process 0 writes all of them.
+            # Scalars such as the current time may differ between processes, so process 0 writes all of them.
             replicas = ReplicaGroups(((0,),), np.zeros(1, np.int32))
         elif parts is not None and spec.chunks:
             try:
@@ -99,11 +99,11 @@ def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
 
 @dataclass(slots=True, eq=False)
 class _ChunkBatch:
-    """The chunks of an array class that one group of processes holds, array by array."""
+    """The chunks of an array class that the same group of processes holds, ordered by array."""
 
     array_class: ArrayClass
-    numbers: Integers  # the chunk numbers, the same in each array
-    ends: Integers | None = None  # cumulative number of chunks per holder, once assigned
+    numbers: Integers  # chunk numbers, the same for every array
+    ends: Integers | None = None  # cumulative number of chunks per holder; None before the assignment
 
     @property
     def count(self) -> int:
@@ -115,7 +115,7 @@ class _ChunkBatch:
 
 
 class ChunkAssignment:
-    """Assigns each chunk to one of the processes in its group."""
+    """Assigns each chunk to one of its holders."""
 
     def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
         self._classes = classes
@@ -170,9 +170,9 @@ class ChunkAssignment:
             self._loads[members[group]] = loads
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
-        """Return, for each group, how many bytes each holder would ideally take if chunks could be cut anywhere."""
-        # Groups can overlap, like rows and columns of a mesh. In several rounds, each group in turn fills up its least
-        # loaded holders, which converges to the most even distribution.
+        """Return the ideal number of bytes for each holder in each group, as if chunks could be split anywhere."""
+        # Groups can overlap, like the rows and columns of a mesh. In each round, every group in turn assigns its bytes
+        # to its least loaded holders, which converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):
@@ -190,9 +190,9 @@ class ChunkAssignment:
 
 
 def _level(loads: Integers, nbytes: int) -> int:
-    """Return the level to which ``nbytes`` fill up the smallest loads (water-filling)."""
+    """Return the level to which ``nbytes`` raise the smallest loads (water-filling)."""
     ordered = np.sort(loads)
-    # Filling the first k loads to the level of the next takes k times that level, minus the sum of these loads.
+    # Raising the first k loads to the next load takes k times the next load, minus the sum of the first k loads.
     below = np.cumsum(ordered)
     needed = ordered[1:] * np.arange(1, len(ordered)) - below[:-1]
     count = int(np.searchsorted(needed, nbytes, "left")) + 1
@@ -200,7 +200,7 @@ def _level(loads: Integers, nbytes: int) -> int:
 
 
 def _even_counts(loads: Integers, count: int, nbytes: int) -> Integers:
-    """Return how many equally large chunks each holder gets, so that the loads become as even as possible."""
+    """Return the number of equally large chunks for each holder that makes the loads as even as possible."""
     counts = np.maximum(_level(loads, count * nbytes) - loads, 0) // nbytes
     left = count - int(counts.sum())
     while left > 0:

@@ -1,6 +1,6 @@
-"""A folder of named arrays: an OCDBT database of zarr v3 arrays, as written by holdfast.
+"""Reads folders of named arrays, which are OCDBT databases of zarr v3 arrays written by holdfast.
 
-A single-chunk array is returned without a copy, in its read buffer. The checksum of every chunk is verified.
+The checksum of every chunk is verified. Large single-chunk arrays are returned as views of their read buffers.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .source import Problem
 
 _WHOLE = 2 * NODE_LIMIT  # bytes; an index up to this size is always read as a whole
 _MANY = 8  # after 1/8 of the index has been read in parts, the whole index is read
-_READS = 16  # nodes read concurrently from an object store
-_INDEX_LIMIT = 8 << 30  # largest index in bytes; ten million chunks take about 200 MB
+_READS = 16  # number of nodes to read concurrently from an object store
+_INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; ten million chunks take about 200 MB
 
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Prefix content errors with the location and a text; without a text, only errors that do not name the location."""
+    """Prefix content errors with the location and ``about``; without ``about``, skip errors that name the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -57,7 +57,7 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """Named arrays in a folder, opened for reading; ``limit`` is the maximum size of a document, not of the index."""
+    """A folder of named arrays, opened for reading; ``limit`` is the maximum size of documents except the index."""
 
     def __init__(
         self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
@@ -68,8 +68,8 @@ class ArrayDatabase:
         self.bytes_read = 0  # total bytes read from all files, including gaps between chunks
         self.unreadable = False  # True once a read has failed with a disk error
         self._lock = Lock()
-        self._complete = False  # True once the whole index is decoded
-        self._parts_read = 0  # index bytes read in parts so far
+        self._complete = False  # True once the whole index has been decoded
+        self._parts_read = 0  # bytes of the index read in parts so far
         manifest = self.read_file(MANIFEST)
         with naming(location):
             self._index = Database(manifest)
@@ -98,7 +98,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of arrays, None for unknown names; equal metadata is usually one shared object."""
+        """Return the metadata of arrays, or None for unknown names. Equal metadata is usually a shared object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -111,7 +111,7 @@ class ArrayDatabase:
         return list(map(decoded.__getitem__, texts))
 
     def _entries(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
-        """Return the index entries in the given key ranges; reads only the needed nodes, or all of a small index."""
+        """Return the index entries in the given key ranges; only the needed nodes of a large index are read."""
         record = self._record(INDEX)
         if self._complete or not count:
             return self._index.entries
@@ -144,7 +144,7 @@ class ArrayDatabase:
         return self._all_entries()
 
     def _all_entries(self) -> Entries:
-        """Return all index entries; the index is read as a whole and verified against the commit record."""
+        """Return all index entries, after reading the whole index and verifying it against the commit record."""
         with self._lock, naming(self._location):
             if self._complete:
                 return self._index.entries
@@ -161,7 +161,7 @@ class ArrayDatabase:
             return self._index.entries
 
     def _read_node(self, node: NodePlace) -> bytes:
-        """Read a node from a file without a digest in the commit record, or in a folder without a commit record."""
+        """Read a node from a file without a digest in the commit record, or from a folder without a commit record."""
         path, offset, length = node
         with self._open(path) as file, required(self._location / path):
             length = min(length, max(0, file.size - offset))
@@ -234,17 +234,17 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return a data file's size, or an upper bound, because object stores report sizes only on reading."""
+        """Return the size of a data file, or an upper bound in an object store, which reports sizes only on reading."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]) -> ChunkTable:
-        """Look up the chunks that arrays need, sorted by file and offset; report missing ones."""
+        """Look up the chunks that an assembly needs, sorted by file and offset; report missing chunks."""
         entries = self._entries(len(names), lambda: list(map(_keys_of, names)))
         lone, others = _lone_chunks(entries, names, assembly)
         rows: list[tuple[int, int, int, int]] = []
-        # Count the expected chunks before listing them: with a forged shape, listing could take forever.
+        # Count the expected chunks before listing them, because a forged shape could make listing take forever.
         left = self._index.key_count - len(lone)
         for array in others:
             decoder = assembly.decoders[array]
@@ -273,14 +273,14 @@ class ArrayDatabase:
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
     """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on its other readers."""
     if assembly.keep and nbytes < PAGE:
-        return True  # direct I/O would read a whole page each time; verification must bypass the cache nevertheless
-    # Other processes on this machine also read whole arrays; through the cache, the disk is read only once. Processes
-    # that are not connected detect each other while reading.
+        return True  # direct I/O would read a whole page; verification (without ``keep``) must still bypass the cache
+    # If several processes on this machine read all arrays, the cache lets them read the disk only once. Processes that
+    # are not connected detect each other while reading.
     return (shares_machine() or None) if assembly.wants_everything else False
 
 
 def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[Integers, list[int]]:
-    """Look up single-chunk arrays whose chunk is in a data file and has the right size; vectorized for thousands."""
+    """Look up single-chunk arrays in bulk; return table rows for the valid chunks, and the indices of other arrays."""
     lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
     if "" in names:  # the root array's keys have no name prefix
         lone[names.index("")] = False

@@ -1,4 +1,4 @@
-"""Names of a tree's files, chunk alignment and checksums, file digests, and the verification of copied files."""
+"""File names and chunk alignment of stored trees, chunk checksums, file digests, and verification of copied files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = "d/index"
 TREE = "tree.json"
 TREE_KIND = "tree"
 
-# Alignment of chunks in data files, in bytes: a cache line, and what XLA requires for zero-copy host memory.
+# Alignment of chunks in data files, in bytes. It equals a cache line, and XLA requires it for zero-copy host memory.
 CHUNK_ALIGNMENT = 64
 CHECKSUM_BYTES = 4  # size of the crc32c at the end of every chunk
 
@@ -37,7 +37,7 @@ def checksum_after(data: bytes) -> int:
 
 
 def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord]:
-    """Sync all files that a handler wrote into a folder; return their records with digests."""
+    """Fsync all files that a handler wrote into a folder; return their records with digests."""
     records: dict[str, FileRecord] = {}
     for entry in folder.entries():
         location = folder / entry.name
@@ -68,7 +68,7 @@ def is_missing(file: Location) -> str:
 
 @contextlib.contextmanager
 def required(file: Location) -> Iterator[None]:
-    """Report a missing file as damage; file systems detect it on opening, object stores only on reading."""
+    """Report a missing file as damage. File systems detect it on opening, object stores only on reading."""
     try:
         with unreadable_as_damage(file):
             yield
@@ -99,7 +99,7 @@ def read_checked(location: Location, record: FileRecord | None, *, limit: int) -
 def open_folder(
     location: Location, files: Mapping[str, FileRecord] | None
 ) -> tuple[Location, Mapping[str, FileRecord] | None]:
-    """Open a folder and return it with its file records; a zip file is read into memory as a whole."""
+    """Return a folder and its file records; a folder that is packed in a zip file is read into memory."""
     record = None if files is None else files.get("")
     if record is None:
         return location, files
@@ -126,15 +126,15 @@ _NO_CHUNKS: Integers = np.zeros(0, np.int64)
 
 
 class FileCheck(NamedTuple):
-    """The known checksums of a file: a digest of the whole file, or of its chunks, which end with their CRC-32C."""
+    """The known checksums of a file: its digest, or the CRC-32C at the end of each of its chunks."""
 
     record: FileRecord
     offsets: Integers = _NO_CHUNKS  # offsets of the chunks in bytes, ascending
     lengths: Integers = _NO_CHUNKS  # sizes of the chunks in bytes
-    checksums: Integers = _NO_CHUNKS  # chunk checksums in the index; -1 if it has none
+    checksums: Integers = _NO_CHUNKS  # checksums of the chunks in the index; -1 if missing
 
     def covers(self, other: FileCheck) -> bool:
-        """Return True if this file contains all chunks of `other`, a file of the same name (unique to a save)."""
+        """Return True if this file contains all chunks of `other`, which the same save wrote under the same name."""
         if self.record != other.record or not len(self.offsets) or not len(other.offsets):
             return False
         rows = np.searchsorted(self.offsets, other.offsets)
@@ -153,7 +153,7 @@ class FileCheck(NamedTuple):
         return list(pairwise([*cuts, self.record.size]))
 
     def read_span(self, location: Location, file: DataReader, start: int, stop: int, step: int) -> Iterator[Bytes]:
-        """Read and verify a span; yields pieces of ``step`` bytes in a reused buffer, and raises an error on damage."""
+        """Read and verify a span; yield pieces of ``step`` bytes in a reused buffer, and raise an error on damage."""
         first, last = np.searchsorted(self.offsets, [start, stop]).tolist()
         chunks = zip(*(column[first:last].tolist() for column in self[1:]), strict=True)
         reached, chunk = start, next(chunks, None)
@@ -163,7 +163,7 @@ class FileCheck(NamedTuple):
             end = min(position + step, stop)
             with required(location):
                 part = file.read(position, end - position, buffer)
-            part.flags.writeable = False  # read-only, so that the checksum functions need no view of each chunk
+            part.flags.writeable = False  # otherwise, the checksum functions would create a read-only view per chunk
             if self.record.crc32c is not None:
                 whole = extend(whole, part)
             while chunk is not None and chunk[0] < end:
@@ -173,7 +173,7 @@ class FileCheck(NamedTuple):
                     raise DamagedCheckpointError(f"{location}: the index is wrong about the chunk at byte {offset}")
                 if position < data_end:
                     crc = extend(crc, part[max(offset, position) - position : min(data_end, end) - position])
-                for at in range(max(data_end, position), min(chunk_end, end)):  # may be split between pieces
+                for at in range(max(data_end, position), min(chunk_end, end)):  # the checksum may span two pieces
                     ending |= int(part[at - position]) << 8 * (at - data_end)
                 if chunk_end > end:
                     break

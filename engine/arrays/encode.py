@@ -1,7 +1,7 @@
 """Encode arrays in host memory as the bytes of data files.
 
-Chunks and checksums are produced in pieces that are small enough to stay in the CPU cache. The offsets of compressed
-chunks are known only after compression.
+Chunks and checksums are produced in pieces that are small enough to stay in the CPU cache. Compressed chunks are laid
+out after compression, because their sizes are unknown before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .digests import CHECKSUM_BYTES, Bytes, Integers, checksum_after
 from .grid import ArraySpec
 from .plan import Layout, PlannedSegment, batches
 
-_STEP = 1 << 20  # bytes of small chunks that are joined into one piece
+_STEP = 1 << 20  # bytes of small chunks to join into one piece
 _PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
-_FILES = 2  # number of such files compressed or written concurrently, and thus held in memory
+_FILES = 2  # number of such files that are compressed or written, and thus held in memory, at a time
 _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
@@ -40,14 +40,14 @@ Digests = dict[tuple[int, int], bytes | None]
 class Source(NamedTuple):
     spec: ArraySpec
     dtype: np.dtype[np.generic]  # stored dtype, little endian
-    # Host arrays that together cover exactly what this process writes; other dtypes are cast chunk by chunk.
+    # Host arrays that together cover exactly what this process writes; chunks of another dtype are cast.
     pieces: Sequence[Piece]
     name: str = ""  # the leaf's name, for errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """Sources of all arrays, indexed by number; stored as columns to save memory and time with many small arrays."""
+    """Sources of all arrays, indexed by array number; stored as columns, because there may be many small arrays."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]
@@ -62,7 +62,7 @@ def segment_parts(
     segment: PlannedSegment, sources: Sources, checksums: NDArray[np.uint32], digests: Digests
 ) -> Iterator[Bytes]:
     """Yield the bytes of a segment (chunks, checksums and padding); fill in checksums and the requested digests."""
-    # A chunk is followed by its checksum, and zero padding up to the next chunk.
+    # Each chunk is followed by its checksum and by zero padding up to the next chunk.
     ends = np.append(segment.offsets[1:], segment.offset + segment.size)
     sizes = segment.lengths - CHECKSUM_BYTES
     tails = (ends - segment.offsets - sizes).tolist()
@@ -70,7 +70,7 @@ def segment_parts(
     first = 0
     for position in large:
         while first < position:
-            # Small chunks are joined so that the caller handles many at once.
+            # Join small chunks, so that the caller processes many at once.
             stop = int(np.searchsorted(segment.offsets, segment.offsets[first] + _STEP))
             some = slice(first, min(stop, position))
             contents = _small_chunks(segment.arrays[some], segment.numbers[some], sources)
@@ -105,7 +105,7 @@ def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list
 def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests) -> Generator[Bytes, None, int]:
     """Yield the bytes of a chunk, and return its checksum; store its digest if requested."""
     data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
-    data.flags.writeable = False  # read-only, so that the checksum function needs no view of each piece
+    data.flags.writeable = False  # otherwise, the checksum function would create a read-only view of each piece
     digest = ContentDigest() if chunk in digests else None
     checksum = 0
     for start in range(0, len(data), _PIECE):
@@ -129,7 +129,7 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return a chunk's bytes; for a chunk at the end of an axis, they may be shorter than a full chunk."""
+    """Return the bytes of a chunk; a chunk at the end of an axis may be smaller than a full chunk."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 
@@ -155,7 +155,7 @@ def _gather(source: Source, box: Box) -> Bytes:
     for piece in source.pieces:
         common = box.common(piece.box)
         if common is not None:
-            index: Any = (*common.within(box), ...)  # the ellipsis makes it a view even for 0-d arrays
+            index: Any = (*common.within(box), ...)  # the ellipsis makes `chunk[index]` a view even if it is 0-d
             try:
                 cast_checked(piece.array[common.within(piece.box)], source.dtype, chunk[index])
             except CastProblem as problem:
@@ -186,7 +186,7 @@ def write_compressed(
     digests: Digests,
     awaited: threading.Event | None = None,
 ) -> tuple[Integers, list[int]]:
-    """Compress and write chunks on several threads; return their rows (see `chunk_table`) and the file sizes."""
+    """Compress and write chunks on several threads; return their table rows (see `chunk_table`) and file sizes."""
     limit = min(_FILE_BYTES, layout.data_file_bytes)
     files_of = list(batches(chunks, lambda chunk: sources.specs[chunk.array].chunk_nbytes, limit))
 
@@ -211,7 +211,7 @@ def write_compressed(
 def _compressed(
     batch: Sequence[ChunkToCompress], sources: Sources, digests: Digests, awaited: threading.Event | None
 ) -> list[bytes]:
-    """Compress chunks in groups of equal size and level; return the compressed chunks in the order of the batch."""
+    """Compress chunks in groups of equal size and level; return their compressed bytes in the order of the batch."""
 
     def size_and_level(position: int) -> tuple[int, int]:
         return sources.specs[batch[position].array].chunk_nbytes, batch[position].level

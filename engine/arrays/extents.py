@@ -1,4 +1,4 @@
-"""Read many chunks from data files: neighboring chunks together, in large reads, on a few threads."""
+"""Read many chunks from data files on a few threads, joining neighboring chunks into large reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChunkTable:
     arrays: Integers  # index of each chunk's array, as numbered by the caller
     numbers: Integers  # the chunk's number in its array's grid
     kept: NDArray[np.bool_]  # whether the caller keeps views of the buffer, which then must not be reused
-    checksums: Integers  # the CRC-32C in the index; -1 if it has none
+    checksums: Integers  # CRC-32C in the index; -1 if missing
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Return the chunks that lie within their files without overlaps, to bound the bytes read; report the others."""
+    """Return the chunks that lie within their files without overlap, which bounds the bytes read; report the others."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -70,14 +70,14 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 
 
 _THREADS = 4
-_BUFFERS = 12  # read buffers may total at most 1/12 of the bytes to read
+_BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
-COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of extents that are copied, whose buffer is reused
-_FEW = 32  # extents; with more, a single thread would mostly wait
+COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied, whose buffer is reused
+_FEW = 32  # extents; a single thread that reads more than this many would mostly wait
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to process than to read
-LOCAL_GAP = 4 << 10  # bytes; a gap between chunks up to this size is cheaper to read than to skip: one disk page
-REMOTE_GAP = 1 << 20  # the same over a network: transferring this much takes as long as the latency of a request
-FOREIGN = 16  # at most 1/16 of kept memory may be unused, by gaps and copied chunks
+LOCAL_GAP = 4 << 10  # bytes (one disk page); a gap between chunks up to this size is cheaper to read than to skip
+REMOTE_GAP = 1 << 20  # the same for object stores; transferring this much takes about as long as starting a request
+FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of the memory that is kept
 
 
 class Extent(NamedTuple):
@@ -86,15 +86,15 @@ class Extent(NamedTuple):
     file: str
     offset: int
     length: int
-    first: int  # its first row in the chunk table
+    first: int  # first row of the extent in the chunk table
     stop: int
     kept: bool  # whether views of the buffer are kept
 
 
 class Destinations(NamedTuple):
-    """Provides the memory into which chunks can be received without a copy, by row in the chunk table."""
+    """Provides memory into which chunks are received without a copy; chunks are given by row in the chunk table."""
 
-    find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, if possible
+    find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, or None
     filled: Callable[[int, Bytes, Bytes], None]  # called with the filled memory and the rest of the chunk
 
 
@@ -129,7 +129,7 @@ class ChunkReader:
             rows = range(extent.first, extent.stop)
             return sum(self.read(_extent(self.chunks, row, row + 1, kept=extent.kept)) for row in rows)
         if not extent.kept:
-            data.flags.writeable = False  # read-only, so that the checksum functions need no view of each chunk
+            data.flags.writeable = False  # otherwise, the checksum functions would create a read-only view per chunk
         self.use(extent, data)
         return extent.length
 
@@ -164,7 +164,7 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into extents that are read at once, so that kept memory has few unused bytes."""
+    """Group sorted chunks into extents that are read at once, with few unused bytes in memory that is kept."""
     current: Extent | None = None
     kept = 0  # kept bytes in the current extent
     for run in _runs(chunks, gap):

@@ -1,4 +1,4 @@
-"""Fragments: each process reports to process 0 which chunks of a tree it has written, and where.
+"""Fragments, in which each process reports to process 0 the chunks that it has written and their locations.
 
 Process 0 merges the fragments of all processes into one index, after checking that all describe the same tree and that
 no chunk is missing or was written twice.
@@ -33,9 +33,9 @@ class Fragment(NamedTuple):
     process: int
     processes: int  # number of processes
     token: str  # 8 hex digits that prefix the names of its data files; the same on every process
-    digest: str  # digest of `description`; empty on process 0, which compares the digests of the others with its own
+    digest: str  # digest of `description`; empty on process 0, which compares all other digests with its own
     sizes: Sequence[int]  # size of each of its data files in bytes
-    # Paths of the files shared with earlier saves, which come last in `sizes`. The others are named by number.
+    # Paths of the files shared with earlier saves, which come last in `sizes`. All other files are named by number.
     shared: Sequence[str]
     description: str  # one line per leaf of its tree; empty on process 0
     chunks: Integers  # global chunk numbers, in the order of the chunks in the files
@@ -46,7 +46,7 @@ class Fragment(NamedTuple):
 
     @property
     def written(self) -> int:
-        """Number of data files that this save wrote itself, not shared."""
+        """Number of data files that this save has written, excluding shared files."""
         return len(self.sizes) - len(self.shared)
 
     @property
@@ -102,8 +102,8 @@ def make_fragment(
     shared: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> Fragment:
-    """Build a process's fragment; each ``table`` row is array, chunk number, file, offset, length and checksum."""
-    description = "\n".join(catalog.lines(values or {})) if member.index else ""  # process 0 knows its own tree
+    """Build a fragment; the columns of ``table`` are array, chunk number, file, offset, length and checksum."""
+    description = "\n".join(catalog.lines(values or {})) if member.index else ""  # not needed on process 0
     return Fragment(
         process=member.index,
         processes=member.count,
@@ -123,7 +123,7 @@ def make_fragment(
 def merge_fragments(
     catalog: Catalog, fragments: Iterable[Fragment], processes: int, values: Mapping[str, str] | None = None
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
-    """Merge the fragments, in process order, into an index and file records; all must describe equal trees."""
+    """Merge fragments, given in process order, into an index and file records; all must describe the same tree."""
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Build the error that lists the leaves in which a process differs from process 0, given the lines from both."""
+    """Return an error that lists all leaves in which two processes differ; ``lines`` describes the tree of each."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -15,7 +15,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     itemsize: int
-    grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis (0 along an empty one)
+    grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis; 0 along an empty axis
     chunks: int = field(init=False)  # number of chunks
     chunk_nbytes: int = field(init=False)  # size of a full chunk in bytes, without its checksum
     contiguous: bool = field(init=False)  # whether every chunk is contiguous in the array's C order

@@ -1,4 +1,4 @@
-"""Load a saved tree according to a template, a selection of leaves, and requests for single leaves."""
+"""Load a saved tree according to a template, a selection of leaves, and requests for individual leaves."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def load_tree(
     # Leaf types of the run's initial state. If given, the template is the initial state of the resumed run, and leaves
     # are restored with their saved types, including the leaves of lists and dictionaries that have grown.
     began: Mapping[str, LeafType] | None = None,
-    shared: SharedReads | None = None,  # all processes call this together; data that several need is read only once
+    shared: SharedReads | None = None,  # if given, all processes must call this together; shared data is read only once
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
-    """Read a tree as :func:`~holdfast.load` does; of sharded arrays, only the shards of this process's devices."""
+    """Read a tree as :func:`~holdfast.load` does; only this process's shards of sharded arrays are read."""
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
     if unknown:
@@ -83,7 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    if source.unreadable:  # reading them raises an error that gives the reason, not one about the template
+    if source.unreadable:  # raise an error that gives the reason, instead of one about the template
         source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
@@ -108,7 +108,7 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary: entries that have a template as :func:`load_tree` does, all others as saved."""
+    """Read a dictionary; entries with a template are read as by :func:`load_tree`, and all others as saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return a resumed state's containers and leaf templates, and a dict from leaf to its mismatch with the program."""
+    """Return the containers and leaf templates of a resumed state, and a dict from leaf name to mismatch, if any."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -154,7 +154,7 @@ def _resumed(
 
 
 def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTemplate]:
-    """Enable casting in templates whose dtype is of the same kind as the saved one, and log the leaves to be cast."""
+    """Enable casting in templates whose dtype is of the same kind as the saved dtype; log the leaves to be cast."""
     saved = {leaf.name: leaf.saved for leaf in source.leaves}
     targets = [castable(target, saved.get(target.name)) for target in targets]
     lines = [
@@ -168,7 +168,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Map a template's leaf names to saved names, which may differ in dots within keys and in module wrappers."""
+    """Return the saved names of a template's leaves, which may differ in dots within keys and in module wrappers."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
@@ -179,7 +179,7 @@ def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[st
 
 
 def leaf_values(source: TreeSource, leaves: Sequence[SavedLeaf]) -> list[Any]:
-    """Read leaves as saved: numpy arrays and Python values."""
+    """Read leaves as they were saved, as numpy arrays and Python values."""
     return made_values(source, leaves, [None] * len(leaves), (source.read_leaves(leaves), {}))
 
 
@@ -191,7 +191,7 @@ def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Read the elements of each array that its index selects; only the chunks that contain them are read."""
+    """Read the elements that an index selects from each array; only the chunks that contain them are read."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -235,7 +235,7 @@ def _entry(value: Any, key: Any) -> Any:
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
-    """Return a meta tensor as the template of an array; for other leaves ``...``, which loads them as saved."""
+    """Return a meta tensor as the template for an array, or ``...``, which loads any other leaf as it was saved."""
     if loaded("torch") is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
         return ...
     return ... if (like := tensor_like(leaf.saved)) is None else like
@@ -244,7 +244,7 @@ def _tensor_template(leaf: SavedLeaf) -> Any:
 def _requested(
     source: TreeSource, leaves: Sequence[SavedLeaf], requests: Mapping[str, LeafRequest]
 ) -> list[LeafTemplate | None]:
-    """Convert requests to leaf templates when no template is given; one error lists all requests that do not fit."""
+    """Convert requests to leaf templates if there is no template; one error lists all requests that do not fit."""
     if not requests:
         return [None] * len(leaves)
     targets = [
@@ -305,14 +305,14 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# Arguments of `materialize`: whole arrays, and a dict from leaf index to partition and parts for all other arrays.
+# Arguments of `materialize`: arrays read whole, and the partition and parts of every other array, keyed by leaf index.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
 def made_values(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None], read: PartsRead
 ) -> list[Any]:
-    """Convert the data that was read to the values that the templates ask for."""
+    """Convert data that has been read to the values that the templates ask for."""
     with naming(source.location):
         return materialize(targets, [saved for _, saved in leaves], read[0], [name for name, _ in leaves], read[1])
 
@@ -345,7 +345,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return a dict from leaf index to partition, for the leaves that are needed only in part."""
+    """Return the partitions of the leaves that are needed only in part, keyed by leaf index."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):
@@ -359,7 +359,7 @@ def _partitions(
     return cuts
 
 
-# ---- basic indexing of an array that is not read yet: https://numpy.org/doc/stable/user/basics.indexing.html
+# ---- basic indexing of arrays that have not been read: https://numpy.org/doc/stable/user/basics.indexing.html
 
 
 class Selection:
@@ -377,7 +377,7 @@ class Selection:
             raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
         if sum(entry is ... for entry in index) > 1:
             raise IndexError("an index can have only one ellipsis (...)")
-        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; checks the index
+        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; fails if the index is invalid
         entries = [entry for entry in index if entry is not None]
         position = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
         entries[position : position + 1] = [slice(None)] * (len(shape) - count)
@@ -386,14 +386,14 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # A run has all selected indices of its axis or just one, so no box covers a chunk without selected elements.
+        # A run has all selected indices of its axis or only one, so every chunk of a box contains selected elements.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))
         self.boxes = [Box(tuple(map(min, box)), tuple(max(run) + 1 for run in box)) for box in self._runs]
 
     def combine(self, parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Any:
-        """Assemble the selected elements from the boxes read; a numpy scalar if the index consists of integers only."""
+        """Return the selected elements of the boxes that were read; a numpy scalar if the index has only integers."""
         cuts = [
             part[tuple(slice(None, None, run.step) for run in runs)]
             for part, runs in zip(parts, self._runs, strict=True)

@@ -1,11 +1,11 @@
-"""The save plan: how arrays are cut into chunks, and where each chunk is placed in the data files.
+"""The save plan, which defines how arrays are split into chunks and where each chunk is placed in the data files.
 
-The plan depends only on names, shapes, dtypes and shardings, so every process computes the same one. It needs no
-array values, and nothing is read or written.
+The plan depends only on names, shapes, dtypes and shardings, so every process computes the same plan. Planning needs no
+array values, and neither reads nor writes files.
 
-Chunks are stored consecutively. Each starts on a cache line, so that a mapped or directly read file can back an
-array, and is followed by its checksum. Runs of whole chunks form segments, which are page-aligned, as direct I/O
-requires; each segment is written by one thread.
+Chunks are stored consecutively, each followed by its checksum. Each chunk starts on a cache line, so an array can be a
+view of a file that was mapped or read directly. Runs of whole chunks form segments, which are page-aligned, as direct
+I/O requires; each segment is written by one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HostLeaf = ArrayLeaf | ValueLeaf
 ChunkIds = tuple[Integers, Integers]  # for each chunk, the index of its array and its number within the array
 
 _CHUNKS_LIMIT = 1 << 20
-_TINY = 1024  # bytes; a million chunks smaller than this are refused
+_TINY = 1024  # bytes; an array with more than `_CHUNKS_LIMIT` chunks below this size is refused
 _TOO_SMALL = 64  # a chunk smaller than the limit by this factor is worse than one above the limit
 
 
@@ -58,14 +58,14 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the parts of a checkpoint, and whether its chunks are compressed.
+    """Sizes of the chunks, segments and data files in a checkpoint, and the compression of its chunks.
 
     Attributes:
-        chunk_bytes: Largest chunk of an array, in bytes. A chunk is the unit of partial reads.
+        chunk_bytes: Maximum size of a chunk, in bytes. A chunk is the unit of partial reads.
         segment_bytes: Bytes that a writer thread writes at a time.
-        data_file_bytes: Largest data file, in bytes. Only a file that holds a single chunk may be larger.
-        upload_bytes: Largest data file in an object store, in bytes, and on the disk of a run whose mirror is in one.
-            Each data file is one upload; up to eight are held in memory and uploaded at a time.
+        data_file_bytes: Maximum size of a data file, in bytes. Only a file with a single chunk may be larger.
+        upload_bytes: Maximum size of a data file in an object store, in bytes, and on disk if the run has a mirror in
+            an object store. Each data file is one upload; up to eight are held in memory and uploaded at a time.
         compression: zstd level for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
             which is fastest and costs little space, because parameters and optimizer state hardly shrink.
     """
@@ -102,7 +102,7 @@ def check_level(name: str, level: object) -> None:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
-    """Choose chunks of at most ``limit`` bytes that are contiguous in C order, as far as the array's parts are.
+    """Choose chunks of at most ``limit`` bytes that are contiguous in C order, as far as the array's parts allow.
 
     >>> chunk_shape((1000, 10), 8, 32_000)
     (334, 10)
@@ -126,7 +126,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequenc
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to ``most``, or the smallest one above if that is much too small."""
+    """Return the largest divisor up to ``most``, or the smallest divisor above ``most`` if the former is too small."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = max(divisor for divisor in divisors if divisor <= most)
@@ -134,7 +134,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[int, ...]:
-    """Return, for each axis, the largest number that divides every boundary between two parts; 0 for none."""
+    """Return the greatest common divisor of the part boundaries along each axis; 0 if an axis has none."""
     if parts is None or not shape or 0 in shape:
         return (0,) * len(shape)
     boxes = [part.box for part in parts if 0 not in part.shape]
@@ -170,7 +170,7 @@ class Catalog:
     ) -> None:
         compression, chunk_bytes = compression or {}, chunk_bytes or {}
         ids: dict[tuple[Any, ...], int] = {}
-        self.distinct: list[ArrayEncoding] = []  # one for all arrays that are encoded the same way
+        self.distinct: list[ArrayEncoding] = []  # one entry for all arrays that are encoded in the same way
         arrays: list[str] = []
         positions: list[int] = []
         encoding_ids: list[int] = []
@@ -182,8 +182,8 @@ class Catalog:
             if special:
                 level = compression.get(name, layout.compression)
                 limit = chunk_bytes.get(name, layout.chunk_bytes)
-            # Leaves with the same sharding share one list of parts, so its id is enough: comparing thousands of lists
-            # would take longer than everything else.
+            # Leaves with the same sharding share one list of parts. Its id is compared, because comparing thousands of
+            # lists would take longer than all other work.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
             if key not in ids:
                 ids[key] = len(self.distinct)
@@ -199,7 +199,7 @@ class Catalog:
         # Global number of each array's first chunk; the last entry is the total number of chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
         np.cumsum(self.column(lambda encoding: encoding.spec.chunks), out=self.starts[1:])
-        # Size of an uncompressed chunk of each array in bytes, including its checksum.
+        # Size of each array's chunks in bytes before compression, including the checksum.
         self.lengths = self.column(lambda encoding: encoding.spec.chunk_nbytes + CHECKSUM_BYTES)
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
@@ -274,7 +274,7 @@ class PlannedSegment(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """One data file: its segments in order."""
+    """A data file, with its segments in order."""
 
     segments: list[PlannedSegment]
 
@@ -284,7 +284,7 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
-    """Place chunks in data files; groups never share a file. ``lengths`` has each array's chunk size in bytes."""
+    """Place groups of chunks in separate data files. ``lengths`` is the chunk size of each array in bytes."""
     files: list[PlannedFile] = []
     before = 0
     for arrays, numbers in groups:

@@ -1,4 +1,4 @@
-"""Read one tree back: its structure first, then the requested leaves."""
+"""Read a saved tree: its structure first, then the requested leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TreeReader(TreeSource):
         aggregate: AggregateHandler | None = None,
         select: Patterns | None = None,
     ) -> None:
-        """Open a tree; with ``select``, only the leaves that match the patterns, ignoring all other arrays."""
+        """Open a tree; ``select`` limits it to the leaves that match these patterns."""
         location, files = open_folder(location, files)
         self.location = location
         self.files = files or {}
@@ -112,14 +112,14 @@ class TreeReader(TreeSource):
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         shape, stored = leaf.saved.shape or (), leaf.saved.stored
-        # Dtypes that are stored as bytes have one more axis than the leaf.
+        # Arrays of dtypes that are stored as bytes have one more axis than the leaf.
         return stored.chunk_shape[: len(shape)] if isinstance(stored, ArrayMetadata) else shape
 
     def began(self) -> dict[str, LeafType] | None:
         """Return the leaf types of the run's initial state; None if they are not recorded."""
         if self._began is None:
             return None
-        from ..pytree import recorded_types  # imported lazily: few reads need templates
+        from ..pytree import recorded_types  # imported lazily, because few reads need templates
 
         return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
 
@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Most leaves share both documents, which are compared by id. Aggregated leaves have their own shape and dtype.
+        # Most leaves share both documents, so compare these by id. Aggregated leaves have their own shape and dtype.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))
@@ -252,7 +252,7 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
 
 
 def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
-    """Convert a box of elements to stored axes: dtypes that are stored as bytes have one more axis."""
+    """Convert a box of a leaf to a box of its stored array, which has one more axis if elements are stored as bytes."""
     return box if len(box.start) == axes or saved.dtype is None else box.with_axis(saved.dtype.itemsize)
 
 

@@ -1,14 +1,14 @@
-"""Detects chunks that have not changed since earlier saves, and shares the files of earlier steps that hold them.
+"""Detects chunks that have not changed since earlier saves, and shares the files of earlier steps that contain them.
 
-Chunks are compared by a 128-bit digest of exactly the bytes that would be written: neither torch's version counters
-nor the identity of jax arrays proves that bytes are equal. A chunk's digest is computed when it is written. Later
+Chunks are compared by a 128-bit digest of the bytes to be written, because neither torch's version counters nor the
+identity of jax arrays proves that bytes are equal. The digest of a chunk is computed when the chunk is written. Later
 saves compute the digests of their chunks, and share each file of an earlier step that has enough unchanged chunks.
 
-Digests are kept in memory for the lifetime of a manager. Chunks that change in every save cost next to nothing: a
-sample of each chunk is compared first, and chunks that change only outside the sample are compared ever less often.
+Digests are kept in memory for the lifetime of a manager. Chunks that change in every save add almost no cost, because a
+sample of each chunk is compared first. Chunks that change only outside their sample are compared less and less often.
 
-A step shares no file with the step before it, so that one bad sector never damages both the newest step and the one to
-fall back to. There are thus two lineages of files. In an object store the files are copied; a copy may inherit damage.
+A step shares no files with the step before it, so one bad sector never damages both the newest step and its fallback.
+This results in two lineages of files. In an object store, shared files are copied, and a copy may inherit damage.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .plan import Catalog, ChunkIds
 _logger = logging.getLogger("holdfast")
 
 ChunkKey = tuple[str, int]  # an array's name and encoding, and a chunk number
-_Held = tuple[tuple[int, int], bytes]  # the array number and chunk number of a chunk of the tree, and its digest
+_Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array number and chunk number, and its digest
 
-_SMALLEST_CHUNK = 64 << 10  # bytes; smaller chunks are written faster than they are compared
+_SMALLEST_CHUNK = 64 << 10  # bytes; writing smaller chunks is faster than comparing them
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
-_LIVE = 0.5  # minimum fraction of unchanged bytes for sharing a file; its other bytes waste disk space
+_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file, whose other bytes waste disk space
 _SAMPLES = 256
-_SAMPLE_BYTES = 64  # size of a sample
+_SAMPLE_BYTES = 64  # size of a sample in bytes
 _SAMPLE_GAP = 4096  # minimum distance in bytes between samples
 _THREADS = 4
-_SHARE = 16 << 20  # bytes per thread
+_SHARE = 16 << 20  # bytes to digest per thread
 _PATIENCE = 2  # consecutive changes outside the sample after which a chunk is compared less often
 _LONGEST_REST = 64  # longest pause between comparisons, in saves
 _REMEMBERED = 64  # number of recent steps whose files are remembered
 
-# Errors that concern a single file: it is missing, was changed, or has reached the link limit.
+# Errors that affect only one file, which is missing, has changed, or has reached its link limit.
 _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
 
 
@@ -79,7 +79,7 @@ class _WrittenStep:
 
 @dataclass(slots=True)
 class _SeenChunk:
-    """What the last save observed about a chunk."""
+    """The state of a chunk as observed by the last save."""
 
     sample: bytes | None  # sampled bytes; None if the chunk is not contiguous in memory
     digest: bytes | None = None
@@ -87,7 +87,7 @@ class _SeenChunk:
     rest: int = 0  # number of saves to skip before the next comparison
 
     def keeps_digest(self, digest: bytes) -> bool:
-        """Record the digest of a chunk whose sample is unchanged; return True if the digest is unchanged, too."""
+        """Record the digest of a chunk whose sample is unchanged; return True if the digest is also unchanged."""
         if digest == self.digest:
             self.changes = 0
             return True
@@ -102,7 +102,7 @@ class _SeenChunk:
 class SharedFiles:
     """The chunks that a save shares with earlier steps, and the chunks it must write."""
 
-    # Chunks to write, in two groups: recently unchanged ones, and the others. No file mixes the groups.
+    # Chunks to write, in two groups that never share a file: recently unchanged chunks, and all other chunks.
     groups: list[ChunkIds]
     linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, linked into this step
     # One row per chunk in the linked files: array, chunk number, index in `linked`, offset, length and checksum.
@@ -122,8 +122,8 @@ class _Unchanged(NamedTuple):
 class WrittenSteps:
     """The data files that this process wrote for one item in recent steps.
 
-    A manager has one for each item. It calls ``begin`` before every save and ``commit`` after it is committed; the
-    writer calls ``share`` before and ``note`` after it writes each group of chunks.
+    A manager has one instance per item. It calls ``begin`` before each save and ``commit`` after the save has been
+    committed. The writer calls ``share`` before it writes a group of chunks, and ``note`` afterwards.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class WrittenSteps:
         return self._parts[name]
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
-        """Begin the save of a step, which must not share files with the steps ``apart`` or with incomplete steps."""
+        """Begin the save of a step, which must not share files with incomplete steps or the steps in ``apart``."""
         self._step, self._apart, self._pending = step, apart, None
         self._steps = {step: written for step, written in self._steps.items() if is_there(step)}
         for part in self._parts.values():
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing with earlier steps, because one is damaged, and other steps may share the damaged file."""
+        """Stop sharing files of earlier steps, because one step is damaged and others may share the damaged file."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -236,7 +236,7 @@ class WrittenSteps:
             identities = parallel_map(partial(self._share, new.folder), chosen, at_once, name="holdfast-share")
             for (_, file, unchanged), identity in zip(chosen, identities, strict=True):
                 if identity is None:
-                    held.update(unchanged)  # make the chunks available to other files
+                    held.update(unchanged)  # other files may contain these chunks as well
                     continue
                 apart.add(file.path)
                 number = len(shared.linked)
@@ -266,7 +266,7 @@ class WrittenSteps:
                 yield _Unchanged(source, file, {chunk.key: held.pop(chunk.key) for chunk in unchanged})
 
     def _share(self, folder: Location, unchanged: _Unchanged) -> FileIdentity | None:
-        """Link a file into the new step's folder; return None if the storage cannot do that."""
+        """Link a file into the new step's folder and return its identity; return None if it cannot be shared."""
         source, file, _ = unchanged
         target = folder / file.path
         if self._off:
@@ -288,14 +288,14 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # if one name is missing, others may still exist
+            elif error.errno != errno.ENOENT:  # if a name is missing, the file may still exist under others
                 self._refused.add(file.path)
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Refresh the recorded change times of shared files after the block, which removes some of their names."""
+        """Refresh the recorded change times of shared files after the block has removed some of their names."""
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.names_removed())
@@ -313,7 +313,7 @@ class WrittenSteps:
                     step.files[file.path] = file._replace(identity=identity)
 
     def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
-        """Record the files just written; each ``table`` row is array, chunk number, file, offset, length, checksum."""
+        """Record new files; the columns of ``table`` are array, chunk number, file, offset, length and checksum."""
         step = self._pending
         if step is None or self._off:
             return
@@ -337,7 +337,7 @@ def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
 
 
 def _has_chunks(location: Location, file: WrittenFile) -> bool:
-    """Return True if a file's chunks still match their checksums. Timestamps cannot show it: links change them."""
+    """Return True if a file's chunks match their checksums. Timestamps prove nothing, because linking changes them."""
     buffer = Buffer()
     with contextlib.suppress(DamagedCheckpointError, StorageError), location.open_data(size=file.size) as opened:
         return all(
@@ -348,7 +348,7 @@ def _has_chunks(location: Location, file: WrittenFile) -> bool:
 
 
 def _sample(source: Source, number: int) -> bytes | None:
-    """Return a sample of bytes spread over a chunk: if it differs, the chunk has changed."""
+    """Return a sample of bytes spread over a chunk; if the sample differs, the chunk has changed."""
     data = chunk_view(source, number)
     if data is None:
         return None

@@ -1,9 +1,9 @@
 """Shared reads in multi-process restores: one process reads each chunk and sends it to all others that need it.
 
-The plan is a pure function of the arrays and of the parts that each process wants, so all processes compute the same
-plan. For each array, it divides the processes into teams such that all processes that want a chunk are in one team.
-If an array is sharded over one mesh axis and replicated over another, a team is the set of replicas of a shard. One
-process of the team reads and verifies each chunk, and all processes read about the same number of bytes.
+The plan is a pure function of the arrays and of the parts that each process needs, so all processes compute the same
+plan. For each array, it divides the processes into teams such that all processes that need a chunk are in one team. If
+an array is sharded over one mesh axis and replicated over another, a team is the set of processes that need the same
+shard. One process of the team reads and verifies each chunk, and all processes read about the same number of bytes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("holdfast")
 
-_ROUND = 64 << 20  # bytes a process receives per all-gather
+_ROUND = 64 << 20  # bytes that a process receives per all-gather
 _FEW_BYTES = 64 << 20  # bytes; sharing less is not worth connecting the processes
-_TOO_OFTEN = 1.5  # share an array only if on average more processes than this want each chunk
-_MOST_CHUNKS = 4096  # per array; each chunk costs time in Python
+_TOO_OFTEN = 1.5  # an array is shared only if more processes than this need each chunk on average
+_MOST_CHUNKS = 4096  # maximum number of chunks per array, because each chunk costs time in Python
 _WORD = 8  # bytes; the size of an all-gather is a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
 class WantedArray(ArraySpec):
-    """An array of a checkpoint, and the processes that want each part of it."""
+    """An array of a checkpoint, and the processes that need each part of it."""
 
-    parts: Sequence[Part] | None  # None: every process wants all of it
+    parts: Sequence[Part] | None  # None if every process needs the whole array
 
     @classmethod
     def of(
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
-        """Describe an array; if it has too many chunks, merge neighboring ones, along the last axes first."""
+        """Describe an array; if it has too many chunks, neighboring chunks are merged, along the last axes first."""
         joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
@@ -71,8 +71,8 @@ class ReadPlan:
     """Assigns each chunk of the shared arrays to the process that reads it; see the module docstring.
 
     Attributes:
-        teams: The distinct divisions of the processes into teams, each with the indexes of the arrays that use it.
-        spared_bytes: Total bytes that sharing saves over all processes.
+        teams: The distinct divisions of the processes into teams, each with the indices of the arrays that use it.
+        spared_bytes: Number of bytes that need not be read because of sharing, summed over all processes.
     """
 
     def __init__(self, wanted: Sequence[WantedArray], processes: int) -> None:
@@ -116,7 +116,7 @@ class ReadPlan:
 
 
 def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
-    """Return an array's teams, the team of each chunk, and the number of chunk reads saved; None if not shared."""
+    """Return an array's teams, each chunk's team, and the number of chunk reads saved; None if it is not shared."""
     everyone: Teams = (tuple(range(processes)),)
     count = wanted.chunks
     if count == 0 or wanted.itemsize == 0:
@@ -132,7 +132,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
 
     owners = np.full(wanted.grid, -1, np.int32)  # for each chunk, one process of its team
     numbers = np.arange(count).reshape(wanted.grid)
-    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers, keyed by the processes that want them
+    chunks_of: dict[tuple[int, ...], list[Integers]] = {}  # chunk numbers, keyed by the processes that need them
     for part in wanted.parts:
         if 0 in part.shape:
             continue
@@ -144,7 +144,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
         owners[cells] = min(together)
         chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
     if (owners < 0).any():
-        return None  # no process wants some of the chunks, for example if the array is cut to a smaller shape
+        return None  # some chunks are not needed by any process, for example because the array is truncated
     reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
     if reads <= _TOO_OFTEN * count:
         return None
@@ -167,7 +167,7 @@ class SharedReads:
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
-        """Prepare the reads; ``always`` shares them even if they are small, or if all processes run on one machine."""
+        """Prepare the reads; with ``always``, even small reads and reads on a single machine are shared."""
         self._rendezvous = rendezvous
         self._transport = transport
         self._timeout = timeout
@@ -189,7 +189,7 @@ class SharedReads:
         self._awaited = None
 
     def close(self) -> None:
-        """Close the connections; from then on each process reads on its own."""
+        """Close the connections; from then on, each process reads on its own."""
         self._awaited = None
         self._transport.close()
         self._rendezvous.close()
@@ -198,11 +198,11 @@ class SharedReads:
         self,
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
-        parts: Sequence[Sequence[Part] | None],  # per leaf, the parts that processes want; None: the whole leaf
-        boxes: Mapping[int, Sequence[Box]],  # keyed by leaf index: the boxes to read; the whole leaf if missing
+        parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes need; None for the whole leaf
+        boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; missing leaves are read whole
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes want, each chunk only once; return them keyed by leaf index."""
-        # If the data that this process reads is damaged, the others wait until it calls `leave` or `fail`.
+        """Read arrays that several processes need, each chunk only once; return their boxes, keyed by leaf index."""
+        # If this process finds damaged data, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}
         arrays: dict[int, WantedArray] = {}
@@ -227,7 +227,7 @@ class SharedReads:
         lengths: list[int] | None = self._together("plan", facts, agreed_lengths)
         if lengths is None:
             self._next_call()
-        if not lengths:  # none shared, or the plans differ: then the processes may not even be reading the same trees
+        if not lengths:  # sharing is not worth it, or the plans differ, perhaps because the trees differ
             return {}
         gathers = self._connected(plan, lengths)
         if not gathers:
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report whether this process has read its share; return True if all have. If not, each must read alone."""
+        """Report whether this process has read its share; return True if all have. Otherwise, each must read alone."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads on its own what it still needs: %s", problem)
         return problem is None
@@ -326,7 +326,7 @@ def _read_pieces(
 
 
 def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
-    """Yield the arrays as messages of ``nbytes``, then endless padding; each array is freed once it is sent."""
+    """Yield the arrays as messages of ``nbytes``, followed by endless padding; free each array once it is sent."""
     waiting = arrays[::-1]
     arrays.clear()
     left: Bytes = np.empty(0, np.uint8)
@@ -364,7 +364,7 @@ def _incoming(pieces: Sequence[Piece], outputs: _Outputs) -> Generator[None, Byt
 
 
 class _Outputs:
-    """The array boxes that this process wants; memory is allocated when the first piece of an array arrives."""
+    """The array boxes that this process needs; memory is allocated when the first piece of an array arrives."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], boxes: Sequence[Sequence[Box]]) -> None:
         self._dtypes = dtypes

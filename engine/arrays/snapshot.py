@@ -1,7 +1,7 @@
-"""Snapshots of arrays that the training loop will change, in a buffer that is reused from save to save.
+"""Snapshots of arrays that the training loop will change, in a buffer that later saves reuse.
 
-A run saves trees of the same structure. `KnownTree` caches what depends only on the structure: from the second save on,
-the loop waits only for the copy and for a comparison of containers and leaf metadata.
+A run saves trees of the same structure. `KnownTree` caches everything that depends only on the structure, so from the
+second save on, the loop waits only for the copy and for a comparison of containers and leaf metadata.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Snapshot(list[HostLeaf]):
         self.arrival: Arrival | None = None  # pending copies from accelerators
 
     def complete(self) -> None:
-        """Describe the leaves that were not copied; must be called, in the background, before the list is read."""
+        """Describe the leaves that were not copied; must be called in the background before the list is read."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.to_numpy()
@@ -65,7 +65,7 @@ class Snapshot(list[HostLeaf]):
             self._known_leaves, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for copies from accelerators; yield how many leading leaves are readable, until all are."""
+        """Wait for copies from accelerators; repeatedly yield the number of leading leaves that are readable."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None
@@ -75,9 +75,9 @@ class Snapshot(list[HostLeaf]):
 class StagingBuffer:
     """Reusable memory for the snapshot of one tree; it grows to the size of the largest tree.
 
-    Fresh memory costs several times as much as the copy itself, because the system provides it page by page; only the
-    first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for copies from accelerators. ``lock`` is
-    held while a snapshot is taken, because several threads may share a handler. A copy of the buffer starts empty.
+    Using fresh memory takes several times as long as the copy itself, because the system provides it page by page; only
+    the first save of a run does so. ``pinned_bytes`` limits the pinned memory for copies from accelerators. ``lock`` is
+    held while a snapshot is taken, because several threads may share a handler. A copied or unpickled buffer is empty.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -106,7 +106,7 @@ class StagingBuffer:
             self._pinned = None
         on_host, on_devices = snapshot_bytes(leaves)
         if on_host > self.memory.nbytes:
-            self.memory = np.empty(0, np.uint8)  # free the old buffer first, so that both are never held at once
+            self.memory = np.empty(0, np.uint8)  # free the old buffer first, so that only one exists at a time
             self.memory = aligned_empty(on_host)
         pinned = self._pinned
         if on_devices:
@@ -143,7 +143,7 @@ class StagingBuffer:
         if started:
             assert self._pinned is not None
             copies.arrival = self._pinned.start(started)
-        # Two threads for a large snapshot, because one core cannot saturate the memory bandwidth.
+        # Use two threads for a large snapshot, because one core cannot saturate the memory bandwidth.
         parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
 
 
@@ -151,8 +151,8 @@ class KnownTree:
     """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
-    refuses a tree with any difference that affects what is stored. ``copies``, the snapshot of the leaves in the
-    buffer, may be cut down to what this process writes.
+    refuses any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
+    the buffer, may be limited to the chunks that this process writes.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
@@ -178,14 +178,14 @@ class KnownTree:
         self._tensors = [([tensors[number] for number in batch], batch[0]) for batch in numbers]
 
     def snapshot(self, tree: Any) -> Snapshot | None:
-        """Copy a tree over the last snapshot; None if the structure differs, or that snapshot is still in use."""
+        """Copy a tree over the last snapshot; return None if the structure differs or that snapshot is still in use."""
         if not self._staging.is_free or self._staging.memory is not self._memory:
             return None
         with collection_paused():
             try:
                 values = self.outline.leaves_of(tree)
                 taken = None if values is None else self._leaves.take(values)
-            except Exception:  # the regular snapshot will raise it again, with the leaf's name
+            except Exception:  # the regular snapshot will raise the error again, with the leaf's name
                 return None
             if taken is None:
                 return None
@@ -211,7 +211,7 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Yield each copy with its source, the corresponding part of a piece."""
+    """Yield each copy and its source, which is the corresponding part of a piece."""
     if [copy.box for copy in copies] == [piece.box for piece in pieces]:
         yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return
@@ -229,7 +229,7 @@ def _copy(pair: _Copy) -> None:
 
 
 def snapshot_bytes(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
-    """Return the snapshot size in bytes, of host arrays and of arrays on accelerators."""
+    """Return the total sizes in bytes of the host arrays and of the accelerator arrays in a snapshot."""
     on_host = on_devices = 0
     for leaf in leaves:
         if isinstance(leaf, ArrayLeaf) and leaf.volatile:

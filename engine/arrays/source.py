@@ -1,6 +1,6 @@
-"""The protocols for reading trees, whether saved by holdfast or by other libraries, and for aggregates.
+"""Protocols for reading trees that holdfast or other libraries have saved, and for aggregates.
 
-Aggregate handlers store small leaves together in one file, instead of each as an array in the database.
+Aggregate handlers store many small leaves in one file, instead of each leaf as an array in the database.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AGGREGATE_LIMIT = 256 << 20  # bytes; larger aggregates are not written
 
 
 class Problem(NamedTuple):
-    """A problem found in a checkpoint: the file, the leaf (or ``""``), and what is wrong."""
+    """A problem found in a checkpoint, with the file, the leaf (or ``""``) and a description."""
 
     file: str
     leaf: str
@@ -67,8 +67,8 @@ class NamedVariables(Protocol):
 
         Raises:
             ObjectNotFoundError: No value has this name.
-            UnsupportedLeafError: Its elements have a type that holdfast does not read.
-            DamagedCheckpointError: It does not match its checksums.
+            UnsupportedLeafError: The element type of the value is not supported.
+            DamagedCheckpointError: The value does not match its checksums.
         """
         ...
 
@@ -76,20 +76,20 @@ class NamedVariables(Protocol):
 class TreeSource(Protocol):
     """One tree opened for reading: its structure is known, but no data has been read.
 
-    Classes that read trees derive from this one. They set the three attributes and define :meth:`read_leaves`; all
-    other methods have defaults for formats that lack the respective feature.
+    Subclasses set ``location``, ``tree`` and ``leaves``, and define :meth:`read_leaves`. All other methods have
+    defaults for formats that lack the respective feature.
     """
 
     location: Location  # the file or folder, for error messages
     tree: TreeDocument  # the containers
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
-    left_out: Sequence[str] = ()  # file contents that are not in the tree, one line each, with the reason
+    left_out: Sequence[str] = ()  # lines that describe file contents that are not in the tree, with the reason
     # Reasons why listed leaves are unreadable, keyed by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
     # The values under the names of the library that wrote them; None if these names equal the leaf paths.
     variables: NamedVariables | None = None
-    # The tree's files, if its location may hold unrelated files; None means everything at the location.
+    # The files of the tree, if its location may contain unrelated files; None if everything there belongs to the tree.
     files_read: Sequence[Location] | None = None
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
 
@@ -104,18 +104,18 @@ class TreeSource(Protocol):
         """Read some of :attr:`leaves`.
 
         Returns:
-            For each leaf its array, with the dtype and shape in its ``saved``, writable and owned by the caller; None
+            The array of each leaf, with the dtype and shape given in ``saved``, writable and owned by the caller; None
             for a leaf whose value is in ``saved.details``.
 
         Raises:
-            DamagedCheckpointError: Data is missing or does not match its checksums; names the leaf and the file.
-            UnsupportedLeafError: Only running code could produce a leaf; names it.
+            DamagedCheckpointError: Data is missing or does not match its checksums; the error names leaf and file.
+            UnsupportedLeafError: A leaf cannot be read without running code; the error names it.
         """
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        """Read, for each leaf, the boxes listed for it.
+        """Read the listed boxes of each leaf.
 
-        By default, whole arrays are read and cut. Formats with chunks read only the chunks that overlap the boxes.
+        By default, boxes are cut out of whole arrays. Formats with chunks read only the chunks that overlap the boxes.
         """
         parts = []
         for array, wanted in zip(self.read_leaves(leaves), boxes, strict=True):
@@ -135,11 +135,11 @@ class TreeSource(Protocol):
         return ""
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        """Return the chunk shape in which :meth:`read_boxes` reads an array; by default, the whole array."""
+        """Return the shape of the chunks in which :meth:`read_boxes` reads an array; by default, the array's shape."""
         return leaf.saved.shape or ()
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
-        """Read and check everything; return all problems, with leaves named as by ``format_path``.
+        """Read and verify all data; return all problems, with leaves named as by ``format_path``.
 
         ``advance`` is called with the number of bytes read (of elements, or of files with a known digest). By default,
         leaves are read one by one; leaves that cannot be restored without running code are skipped.
@@ -158,8 +158,8 @@ class TreeSource(Protocol):
     def for_template(self, names: Sequence[str]) -> TreeSource:
         """Adapt the tree to a template whose leaves have these names.
 
-        By default, ``kernel`` matches ``kernel/value`` and vice versa: flax.nnx variables are containers of their
-        value, unlike plain dictionaries of the same parameters. A format that stores less than a template specifies may
+        By default, ``kernel`` matches ``kernel/value`` and vice versa, because flax.nnx variables are containers of
+        their value, unlike parameters in a plain dictionary. A format that stores less than a template specifies may
         rename more leaves, or omit leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
@@ -251,7 +251,7 @@ class AggregateHandler(abc.ABC):
     """Stores many leaves of one tree in one file: the leaves saved with ``SaveArgs(aggregate=True)``.
 
     Attributes:
-        name: Name of this handler in ``tree.json``. Loading the leaves needs a handler with this name.
+        name: Name of this handler in ``tree.json``. A handler with this name is required to load the leaves.
         filename: Name of the file in the item's folder.
     """
 
@@ -274,8 +274,8 @@ class AggregateHandler(abc.ABC):
         """Read the file.
 
         Args:
-            content: What :meth:`serialize` returned. It matches its digest, but may come from an untrusted source:
-                the content must not make this method run code, or take memory out of proportion to its size.
+            content: The bytes from :meth:`serialize`. They match their digest, but may come from an untrusted source,
+                so they must not cause this method to run code, or to allocate memory out of proportion to their size.
 
         Returns:
             The arrays, keyed by leaf name, with the saved dtypes and shapes.
@@ -288,8 +288,8 @@ class AggregateHandler(abc.ABC):
 class MsgpackHandler(AggregateHandler):
     """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` reads: a dict keyed by leaf name.
 
-    The format is https://github.com/msgpack/msgpack/blob/master/spec.md; an array is an extension of type 1 that holds
-    the msgpack of its shape, the name of its dtype, and its bytes in C order.
+    See https://github.com/msgpack/msgpack/blob/master/spec.md for the format. An array is an extension of type 1 that
+    contains its shape, the name of its dtype and its bytes in C order, encoded as msgpack.
     """
 
     name = "msgpack"

@@ -1,7 +1,7 @@
 """Load a saved tree into a different structure, reading only the leaves that are needed.
 
-Leaves that are used unchanged for exactly one new leaf are read by `load_tree`. Functions of the whole tree get
-lazy containers, which read a leaf when it is indexed.
+A saved leaf that becomes exactly one new leaf, without changes, is read by `load_tree`. Functions of the whole tree
+receive lazy containers, which read a leaf when it is indexed.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Caches leaves of a saved tree, each read once as a whole; arrays are read-only because functions share them."""
+    """Caches whole leaves of a saved tree, each read only once. Arrays are read-only, because functions share them."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
         self._arrays: dict[int, NDArray[Any] | None] = {}
 
     def tree(self) -> Any:
-        """Return the saved tree as lazy containers, whose leaves are read when indexed; a bare leaf is read at once."""
+        """Return the saved tree as lazy containers, which read a leaf when it is indexed; a bare leaf is read now."""
         structure = self._source.tree.structure
         return self.values([0])[0] if structure is None else _lazy(self, structure, 0)
 
@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored arrays of leaves, None for plain values; arrays that are not cached yet are read."""
+        """Return the stored arrays of leaves, or None for plain values, after reading arrays that are not cached."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -141,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 def writable(tree: Any) -> Any:
-    """Make all numpy arrays in a tree writable: read-only ones, which the cache may hold, are copied."""
+    """Make all numpy arrays in a tree writable by copying read-only arrays, which the cache may hold."""
     flat = flatten(tree)
     are_shared = [isinstance(value, np.ndarray) and not value.flags.writeable for value in flat.values]
     if not any(are_shared):
@@ -158,7 +158,7 @@ def load_transformed_tree(
     default_to_original: bool = True,
     requests: Mapping[str, LeafRequest] | None = None,
 ) -> Any:
-    """Read only those leaves of a saved tree that `apply_transformations` would use."""
+    """Transform a saved tree like `apply_transformations`, but read only the leaves that are used."""
     new = flatten(new_tree)
     original = OriginalTree(
         [leaf.name for leaf in source.leaves],
@@ -192,7 +192,7 @@ class _Loader:
         cache, origins = self._cache, dict(enumerate(self._origins))
         computed = {number: origin for number, origin in origins.items() if isinstance(origin, Computed)}
         made = dict(evaluate(self._new, computed, run=self._run, take=self._take))
-        # Leaves that functions have read are not read again; a leaf that is used several times is read only once.
+        # Leaves that functions have read are not read again, and a leaf that is used several times is read only once.
         taken = {number: origin for number, origin in origins.items() if isinstance(origin, Taken)}
         takers = Counter(origin.start for origin in taken.values() if origin.container is None)
         direct = {
@@ -218,7 +218,7 @@ class _Loader:
         return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
-        """Check all leaves that are not computed against the template, before reading any."""
+        """Check all leaves that are not computed against the template before any leaf is read."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]
@@ -235,7 +235,7 @@ class _Loader:
         self._raise(differences)
 
     def _through(self, source: TreeSource, names: Mapping[int, str]) -> Iterator[tuple[int, Any]]:
-        """Load leaves that become leaves of the new tree, given by index and saved name; yield indexes and values."""
+        """Load leaves of the new tree, given the saved name for each index; yield pairs of index and value."""
         if not names:
             return
         leaves = TreeDef("list", None, [None] * len(names), list)
@@ -247,7 +247,7 @@ class _Loader:
         return self._new.names[number] in self._requests
 
     def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
-        """Convert computed values, and cached leaves, to what the template asks for, as if they had been saved."""
+        """Convert computed values and cached leaves to what the template asks for, like leaves of a saved tree."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}

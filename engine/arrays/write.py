@@ -1,4 +1,4 @@
-"""Write a tree into its folder: every process writes data files; process 0 writes the index and ``tree.json``.
+"""Write a tree into its folder. Every process writes data files; process 0 writes the index and ``tree.json``.
 
 Data files and the index are durable before the caller writes the commit record; until then, no checkpoint exists.
 """
@@ -31,10 +31,10 @@ from .plan import Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
-_WORTH = 64 << 10  # bytes per leaf; copying less is cheaper than computing which process writes it
+_WORTH = 64 << 10  # bytes per leaf; copying fewer bytes is cheaper than determining which process writes them
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # the leaf kinds that are arrays
-_LEAF_BYTES = 256  # rough size of a leaf's entries in the index and ``tree.json``, in bytes
-_SHOWN = 60  # characters of a value shown in errors
+_LEAF_BYTES = 256  # approximate size of a leaf's entries in the index and ``tree.json``, in bytes
+_SHOWN = 60  # maximum number of characters of a value in errors
 _NAME_LIMIT = 60_000  # bytes; leaves room for the chunk numbers that index keys append to a name
 
 
@@ -51,10 +51,10 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # differences from the run's initial state, if known
+    fresh: Details | None = None  # differences in leaf types from the run's initial state, if known
 
     def __post_init__(self) -> None:
-        for name in self.names:  # quick check first: UTF-8 takes at most 4 bytes per character
+        for name in self.names:  # check the length first, because UTF-8 takes at most 4 bytes per character
             if len(name) * 4 > _NAME_LIMIT and (size := len(name.encode())) > _NAME_LIMIT:
                 raise UnsupportedLeafError(
                     f"the leaf {format_path(name):.100}... has a path of {size} bytes, expected at most {_NAME_LIMIT}; "
@@ -63,7 +63,7 @@ class HostTree:
 
 
 class TreePlan:
-    """The parts of a save that depend only on the tree's structure; later saves of similar trees reuse them."""
+    """Results that depend only on the structure of a tree, reused by later saves of trees with the same structure."""
 
     def __init__(self) -> None:
         self.catalog: Catalog | None = None
@@ -80,8 +80,8 @@ class TreePlan:
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return ``tree.json``; the last one is reused if no value in it has changed."""
-        last = self._document  # read once: two saves of similar trees may run concurrently
+        """Return the content of ``tree.json``, which is cached until a value in it changes."""
+        last = self._document  # read only once, because two saves of similar trees may run concurrently
         if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
             last = self._document = documents, encode_document(TREE_KIND, {"tree": content})
@@ -126,11 +126,11 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks, with fsync unless it saves alone; return its fragment for process 0, if any."""
+        """Write this process's chunks. With several processes, fsync them and return a fragment for process 0."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
-        data.make_directory(sync=False)  # the commit syncs the folder around it
+        data.make_directory(sync=False)  # the commit syncs its parent folder
         sync = member.count > 1
         token = xxhash.xxh32_hexdigest((member.token or os.urandom(16).hex()).encode())  # prefix of the file names
         chunks = self.plan.chunks_of(self._catalog, member)
@@ -207,7 +207,7 @@ class TreeWriter:
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes], *, describes: bool = True) -> dict[str, FileRecord]:
-        """Write the index of all processes' chunks and, with ``describes``, ``tree.json``."""
+        """Write the index of all chunks and, with ``describes``, ``tree.json``; return the file records."""
         if self._fragment is not None:
             index, written = merge_fragments(self._catalog, [self._fragment], 1)
         else:
@@ -299,7 +299,7 @@ def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> l
         leaf = leaves[position]
         if not isinstance(leaf, ArrayLeaf) or not leaf.volatile or not leaf.shape:
             continue
-        # Dtypes that are stored as bytes are left whole: their chunks have one more axis than the leaf.
+        # Leaves that are stored as bytes stay whole, because their chunks have one more axis.
         if len(written) < encoding.spec.chunks and encoding.stored.extra is None:
             boxes = list(_boxes(encoding.spec, written))
             needed[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])
@@ -313,7 +313,7 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
         new = spec.chunk_box(number)
         if current is not None:
             joined = Box(current.start, new.stop)
-            if joined.size == current.size + new.size:  # the two are adjacent along one axis
+            if joined.size == current.size + new.size:  # the two boxes are adjacent along one axis
                 current = joined
                 continue
             yield current

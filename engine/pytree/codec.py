@@ -1,8 +1,8 @@
-"""The state codec: encodes trees of arrays, objects and plain values so that they load without a template.
+"""The state codec, which encodes trees of arrays, objects and plain values so that they load without a template.
 
-Without a template, all arrays in a checkpoint load as numpy arrays. So each torch or jax array is wrapped in a dict
-that names its library. A named tuple or dataclass is wrapped in a dict that names its class, which the program must
-have defined before loading: nothing is imported, and no constructor is called.
+Without a template, all arrays in a checkpoint load as numpy arrays, so each torch or jax array is wrapped in a dict
+that names its library. A named tuple or dataclass is wrapped in a dict that names its class. The program must define
+this class before loading, because loading imports nothing and calls no constructors.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
-_SAVED = "torch.save"  # dict key for an object as bytes from torch.save; loading them runs no code
+_SAVED = "torch.save"  # dict key for the bytes of an object saved with torch.save; loading them runs no code
 _BYTES = "holdfast.bytearray"  # dict key for a bytearray's content
 _PAIRS = "holdfast.pairs"  # dict key for the items of a dictionary with keys other than str and int
-_CLASS = "holdfast.class"  # dict key for a class name; the values are under the next key
+_CLASS = "holdfast.class"  # dict key for a class name; the field values are under `_FIELDS`
 _FIELDS = "fields"
 _SEQUENCES = (list, tuple, deque)
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of encoded instances, keyed by name
@@ -52,7 +52,7 @@ def encode_plain(value: Any) -> Any:
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, encoded so that `decode_state` can restore arrays in their own libraries."""
+    """Return a snapshot of a tree, encoded so that `decode_state` can restore the arrays of each library."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -83,7 +83,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Encode a torch.dtype, sparse tensor or the like with torch.save; return it unchanged if it cannot be loaded."""
+    """Encode a torch object, such as a sparse tensor, with torch.save; return it unchanged if it cannot be loaded."""
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value
@@ -91,7 +91,7 @@ def _saved_by_torch(value: Any) -> Any:
     try:
         torch.save(value.detach() if is_torch_tensor(value) else value, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-    except Exception:  # torch raises many kinds of errors; the leaf is refused later with a clear message
+    except Exception:  # torch raises many types of errors; the leaf is refused later with a clear message
         return value
     return {_SAVED: content.getvalue()}
 
@@ -102,7 +102,7 @@ def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
         return deque(map(convert, value), value.maxlen)
     if not isinstance(value, dict):
         return type(value)(map(convert, value))
-    # A copy keeps the type and order; items are assigned because Counter.update() would add to their counts.
+    # A copy keeps the type and order. Items are assigned, because Counter.update() would add to their counts.
     copied = {} if type(value) is dict else value.copy()
     for key, item in value.items():
         copied[key] = convert(item)
@@ -133,12 +133,12 @@ def decode_state(value: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """Convert a loaded key back to a hashable one, because a save turns tuples into lists."""
+    """Convert a loaded key to a hashable key, because saving converts tuples to lists."""
     return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
 def instance_of(cls: Any, fields: Mapping[str, Any]) -> Any | None:
-    """Create a named tuple or dataclass with these fields, running none of its code; None if they do not fit."""
+    """Create a named tuple or dataclass without running its code; return None if the fields do not fit the class."""
     if not isinstance(cls, type):
         return None
     if issubclass(cls, tuple):
@@ -164,7 +164,7 @@ def loaded_object(name: str) -> Any:
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        # classes defined in functions cannot be found this way
+        # Classes defined in functions cannot be found this way.
         value = vars(value).get(part) if isinstance(value, type) or hasattr(value, "__dict__") else None
     return value
 

@@ -1,4 +1,4 @@
-"""Pytree containers: determines which values are containers, what their children are, and how to rebuild them."""
+"""Determines which values are pytree containers, what their children are, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-# Default factories of defaultdicts that a document can name; others are not stored.
+# Default factories of defaultdicts that a document can name; other factories are not stored.
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
@@ -69,7 +69,7 @@ def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]
 
 
 def build_counter(pairs: Iterable[tuple[Any, Any]]) -> Any:
-    """Build a Counter from (key, count) pairs; its constructor would count the pairs themselves."""
+    """Build a Counter from (key, count) pairs, because its constructor would count the pairs themselves."""
     return Counter(dict(pairs))
 
 
@@ -112,35 +112,35 @@ def opens_as(subclass: type, kind: str) -> None:
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
-# ---- objects of flax.nnx, such as modules and optimizers: opened by `nnx.state`, and made again by a load. If a tree
-# has one, the program has imported flax.
+# ---- flax.nnx objects, such as modules and optimizers. `nnx.state` opens them, and loading creates copies. If a tree
+# contains one, the program has imported flax.
 
 
 def is_nnx(value: object) -> bool:
     """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
-    # The common base class of Module, Optimizer and Rngs; its name differs between flax releases.
+    # The common base class of Module, Optimizer and Rngs, whose name differs between flax releases.
     base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
     return isinstance(value, (base, nnx.Module, nnx.Optimizer)) and not isinstance(value, nnx.Variable)
 
 
 class NnxObjects:
-    """The nnx objects in one tree. A shared variable belongs to the first object that has it, even after a load."""
+    """The nnx objects in one tree. A variable shared by several is stored with the first, and shared after loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._copies: Any = None
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
-        """Return an object's index in the tree, and a dict from key to each variable that no earlier object has."""
+        """Return an object's index in the tree, and a dict of its variables that no earlier object has."""
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
         return number, dict(state[number].items()) if number in state else {}
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
-        """Return a copy of an object (perhaps abstract) with these variables."""
+        """Return a copy of an object, which may be abstract, with these variables."""
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:
@@ -150,7 +150,7 @@ class NnxObjects:
 
 
 def _has_own_children(value: tuple[Any, ...]) -> bool:
-    """True if a named tuple is registered with jax in such a way that its children are not its fields."""
+    """True if a named tuple is registered with jax and its children are not its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 
@@ -190,7 +190,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    # Copied, not constructed: a constructor may recompute fields, or have no arguments for some of them.
+    # Copy instead of calling the constructor, which may recompute fields or lack arguments for some of them.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
         assign(built, key, value)

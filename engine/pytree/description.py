@@ -37,8 +37,8 @@ _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int = 0) -> list[ArrayLeaf | ValueLeaf]:
     """Describe leaves for storage. All device-to-host copies start before the first one is awaited.
 
-    With ``pinned_bytes``, the caller must then take a snapshot of the leaves, which copies the arrays on accelerators
-    using at most this many bytes of pinned memory.
+    If ``pinned_bytes`` is not 0, the caller must then take a snapshot of the leaves, which copies arrays from
+    accelerators using at most this many bytes of pinned memory.
     """
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
@@ -54,7 +54,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
-    """Start the required copies of values to the host; return a dict from each type to a function that describes it."""
+    """Start the required copies to the host; return a dict from type to the function that describes its values."""
     types = dict(zip(map(type, values), values, strict=True))  # one example per type, because a tree has few types
     libraries = {kind: library_of(value) for kind, value in types.items()}
     of_jax = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(types[kind])}
@@ -100,9 +100,9 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return pairs of leaf names: a jax array on the host, and a leaf that shares its memory and may still change.
+    """Find jax arrays on the host that share memory with leaves that may still change; return the names in pairs.
 
-    Neither jax nor numpy reports such sharing; the addresses reveal it if both arrays are leaves.
+    Neither jax nor numpy reports such sharing, but addresses reveal it if both arrays are leaves.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
     if not any(leaf.details["kind"] == "jax" for _, leaf in named):
@@ -150,7 +150,7 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {name}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    # Environments, such as gymnasium's, have these methods.
+    # Environments, such as those of gymnasium, have these methods.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
             f"is an environment ({name}); leave it out, and begin an episode after a resume with a seed that follows "
@@ -160,7 +160,7 @@ def _refuse(value: Any) -> ArrayLeaf:
     raise LeafProblem(f"is of type {name}; leaves are arrays, numbers, strings, bytes and None")
 
 
-# ---- the leaves of the next tree
+# ---- leaves of later trees
 
 
 class TakenLeaves(NamedTuple):
@@ -173,11 +173,11 @@ class TakenLeaves(NamedTuple):
 
 
 class KnownLeaves:
-    """Facts about the leaves of a tree, to recognise later trees with matching leaves.
+    """Facts about the leaves of a tree, used to recognize later trees with matching leaves.
 
-    Most leaves are of a few kinds: these are checked together, and their descriptions are reused. All others are
-    described again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says
-    which leaves are copied whole, to one contiguous array.
+    Most leaves belong to a few kinds, which are checked together and whose descriptions are reused. All other leaves
+    are described again, and the descriptions are compared. This object holds neither leaves nor values. ``is_copied``
+    marks the leaves that are copied whole, into one contiguous array.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class KnownLeaves:
         self._held = {position: leaves[position].details for position in self.whole}
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
-        """Return the leaves of a tree, ready to be copied or held; None if they do not match the known ones."""
+        """Return the leaves of a tree, ready to be copied or held; None if they do not match the known leaves."""
         if list(map(type, values)) != self.types:
             return None
         get = values.__getitem__
@@ -225,7 +225,7 @@ class KnownLeaves:
         copies = self._whole.start(whole, self._pinned_bytes)
         if copies is None:
             return None
-        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # not 0, which would change their descriptions
+        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # 0 would change how leaves are described
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
@@ -236,7 +236,7 @@ class KnownLeaves:
 
     @property
     def held(self) -> list[int]:
-        """The positions of `TakenLeaves.held`."""
+        """The positions of the leaves in `TakenLeaves.held`."""
         return [*self.whole, *self.plain]
 
     def held_leaf(self, position: int, value: Any) -> ArrayLeaf | ValueLeaf:
@@ -249,7 +249,7 @@ _ARRAY_FACTS = attrgetter("dtype", "shape")
 
 
 def _kind(value: Any) -> str:
-    """Return the group that leaves of this type may belong to."""
+    """Return the group to which leaves of this type may belong."""
     if type(value) is np.ndarray:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):

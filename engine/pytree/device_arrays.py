@@ -2,14 +2,14 @@
 
 The copies run on the device while the program continues. They follow these rules:
 
-- They run in a separate stream, which waits for everything that the program has started on the device.
-- All copies are started before the host waits for any, and it reads the first while the others are in progress.
-- What the program starts later, such as the next step of the optimizer, waits for them on the device. The program
+- They run in a separate stream, which first waits for all work that the program has started on the device.
+- All copies start before the host waits for any, and the host reads the first copies while others are in progress.
+- Work that the program starts later, such as the next optimizer step, waits for the copies on the device. The program
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then, the tensor is kept alive so its memory is not reused.
 
-If no more memory can be pinned, or copies cannot be started, copying finishes before the call returns. Work that the
-program starts in streams other than its current and the default one must wait for one of these, as usual in torch.
+If no more memory can be pinned, or copies cannot be started, the call returns only after copying has finished. Work in
+streams other than the current and the default stream must wait for one of these two, as usual in torch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .leaves import Piece, torch
 
 _logger = logging.getLogger("holdfast")
 
-ACCELERATORS = {"cuda"}  # device types with such copies; each is also the name of a torch module
+ACCELERATORS = {"cuda"}  # device types that support such copies; each is also the name of a torch module
 
-# A power of two, because torch rounds pinned allocations up to one and memory would be wasted otherwise.
+# A power of two, because torch rounds pinned allocations up to powers of two, which would waste memory otherwise.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
-LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not split to fill less remaining space than this in a block
+LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
 _SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes covered by the first wait; each later wait covers twice as many, as waits are costly
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait; this doubles with every wait, because waits are costly
 
 
 class DeviceArray:
-    """Elements on an accelerator; takes the place of a host array until a snapshot copies them.
+    """An array on an accelerator, which takes the place of a host array until a snapshot copies it.
 
-    The tensor has elements of the same size as the dtype, and neither a gradient nor a conjugate bit.
+    The tensor's elements have the same size as the dtype. It has neither a gradient nor a conjugate bit.
     """
 
     __slots__ = ("dtype", "shape", "tensor")
@@ -79,7 +79,7 @@ def is_copied_later(tensor: Any) -> bool:
 
 
 class Copy(NamedTuple):
-    """A copy to be made: its contiguous target on the host, the elements on the device, and their leaf's index."""
+    """A copy to be started: the contiguous target on the host, the source on the device, and the leaf's index."""
 
     target: NDArray[Any]
     source: DeviceArray
@@ -91,12 +91,12 @@ class Arrival:
 
     def __init__(self) -> None:
         self.events: list[tuple[int, Any]] = []  # (index of the first leaf covered, event)
-        self.held: list[Any] = []  # copy sources, kept alive because foreign memory may be freed with its last tensor
+        self.held: list[Any] = []  # sources, kept alive because their memory may not belong to torch's allocator
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies; repeatedly yield how many leaves, counted from the first, have arrived so far.
+        """Wait for the copies; repeatedly yield the number of leading leaves that have arrived.
 
-        If a copy has failed, raise RuntimeError once no copies are in progress.
+        If a copy fails, RuntimeError is raised once no copies are in progress.
         """
         errors: list[RuntimeError] = []
         self.events.sort(key=operator.itemgetter(0))
@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Yield the parts of a piece, each with its target memory, which is pageable if no more of it can be pinned."""
+        """Yield the parts of a piece, each with its target, which is pageable memory if no more can be pinned."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Return how many bytes are free in the current block, or in the next if it is too full; 0 without a block."""
+        """Return the free bytes in the current block, or in the next if it is too full; 0 if there is no block left."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
@@ -171,7 +171,7 @@ class PinnedMemory:
             self._block, self._offset = self._block + 1, 0
 
     def _grow(self) -> bool:
-        """Allocate another block; return whether that was possible."""
+        """Allocate another block; return False if that is not possible."""
         size = min(BLOCK_BYTES, 1 << (max(self._needed, LEAST_ROOM_BYTES) - 1).bit_length())
         while self.nbytes + size > self._limit:
             size //= 2
@@ -182,7 +182,7 @@ class PinnedMemory:
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self._limit = self.nbytes  # do not try again
-            # Log only the text: a handler that keeps records would keep the error's frames alive, and so the snapshot.
+            # Log only the text, because a handler that keeps records would keep the error's frames and data alive.
             text = str(error)
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
@@ -191,7 +191,7 @@ class PinnedMemory:
         return True
 
     def _tensor_over(self, start: int, nbytes: int) -> Any | None:
-        """Return bytes at an address as a slice of their block, which torch knows to be pinned; None if not pinned."""
+        """Return the bytes at an address as a slice of their pinned block; None if they are not in pinned memory."""
         number = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
         if number < 0:
             return None
@@ -200,7 +200,7 @@ class PinnedMemory:
         return block[offset : offset + nbytes] if offset + nbytes <= block.numel() else None
 
     def start(self, copies: Sequence[Copy]) -> Arrival:
-        """Start copies. Copies to unpinned memory are already complete on return."""
+        """Start copies; copies to unpinned memory are complete when the call returns."""
         with contextlib.suppress(RuntimeError):  # an error from the previous save does not matter here
             self._last.wait()  # an interrupted save may not have waited for its copies
         arrival = self._last = Arrival()
@@ -267,7 +267,7 @@ class PinnedMemory:
                 stream.wait_event(last)
 
     def _gather(self, device: Any, run: Sequence[_Started]) -> None:
-        """Copy small tensors with adjacent targets at once, by joining them on the device in the host layout."""
+        """Copy small tensors with adjacent targets in one transfer, after joining them on the device."""
         first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}
@@ -296,7 +296,7 @@ class _Started(NamedTuple):
 
 
 def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
-    """Group copies into runs: small ones with adjacent targets in one block together, others alone."""
+    """Yield runs of small copies with adjacent targets in one block; every other copy is a run of its own."""
     run: list[_Started] = []
     for copy in group:
         small = copy.target.numel() < _SMALL and copy.source.element_size() <= 8
@@ -316,7 +316,7 @@ def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
 
 
 def _over(memory: Any, like: Any) -> Any:
-    """View bytes as a tensor with the shape and dtype of another."""
+    """View bytes as a tensor with the shape and dtype of another tensor."""
     return memory.view(like.dtype).view(like.shape)
 
 

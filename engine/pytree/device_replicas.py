@@ -1,7 +1,7 @@
-"""Checks whether all devices really hold the same values of replicated jax arrays.
+"""Checks whether all devices hold equal replicas of replicated jax arrays.
 
-``shard_map`` without its check, for example, returns an array that each device may have computed from its own data. A
-save writes one replica, and a restore copies it to all devices.
+Replicas may differ, for example, if ``shard_map`` runs without its replication check and each device computes its
+replica from different data. A save writes only one replica, and a restore copies it to all devices.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _EVEN = 0x3C6EF372  # even, so that the checksum's word weights are odd and any 
 
 
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the names of jax arrays whose replicas differ bitwise among the devices of this process.
+    """Find jax arrays whose replicas differ bitwise between the devices of this process.
 
-    Each name comes with the devices that hold the replica that a save writes, and those that hold different ones.
-    Each device computes a checksum of its replica.
+    Yields the name of each such array, the devices whose replica equals the one that a save writes, and the devices
+    whose replica differs. Each device computes a checksum of its replica, and the checksums are compared.
     """
     if loaded("jax") is None:
         return
@@ -52,7 +52,7 @@ def _checksums(replicas: Sequence[Any]) -> Any:
     mesh = jax.sharding.Mesh(np.array([next(iter(replica.devices())) for replica in replicas]), "replicas")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
-    # Set explicitly, because the program may have set another mesh.
+    # Set the mesh explicitly, because the program may have set another one.
     use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", nullcontext)
     with use_mesh(mesh):
         return _compiled()(array)

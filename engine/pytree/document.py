@@ -1,9 +1,9 @@
-"""Tree documents: the containers and leaves of a tree as JSON, for ``tree.json``.
+"""Tree documents, which describe the containers and leaves of a tree as JSON for ``tree.json``.
 
-A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. A list of the leaf
-documents follows. A document that many leaves share is stored once, under "facts", and the list refers to its number.
+A container is ``{"type": ..., "keys": [...], "children": [...]}``, with null in place of a leaf. A list of the leaf
+documents follows. A document that many leaves share is stored once, under "facts", and the list contains its index.
 Keys of type str are escaped as in leaf names, which keeps lone surrogates out of JSON and distinguishes ``"1"``
-from ``1``; keys that are tuples are lists. A document never names code to run.
+from ``1``. Keys that are tuples are stored as lists. A document never names code to run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tupl
 _MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
 _LENGTH = re.compile("[0-9]{1,18}")  # maxlen of a deque, as text
-_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and segments by stored keys, which layers share
+_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # decoded keys and segments, keyed by stored keys
 
 
 class TreeDocument(NamedTuple):
@@ -33,7 +33,7 @@ class TreeDocument(NamedTuple):
     structure: TreeDef | None
 
     def build(self, values: Sequence[Any]) -> Any:
-        """Rebuild the tree with dict (with typed keys), OrderedDict, defaultdict, Counter, list, tuple and deque."""
+        """Rebuild the tree as dict, OrderedDict, defaultdict, Counter, list, tuple and deque; keys keep their types."""
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
@@ -78,7 +78,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
         raise DamagedCheckpointError("the tree's document has one value for several leaves")
     if facts:
         leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
-    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # once per document, as most leaves share one
+    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # most leaves share a document
         if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
             raise DamagedCheckpointError(f"leaf {leaves.index(leaf)} of the tree's document has no kind")
     names: list[str] = []
@@ -91,14 +91,14 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return a document with only the leaves that match patterns, and their positions in the tree.
 
-    All other leaves are skipped without creating an object for each. A pattern that matches nothing is an error.
+    All other leaves are skipped without creating an object for each. A pattern that matches no leaf is an error.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:
         tree = lookup.below(document["tree"], [(pattern, pattern.begin) for pattern in lookup.unmatched], 0)
         leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        lookup.numbers = []  # a bare leaf, or damage, which decoding the whole document below will report
+        lookup.numbers = []  # a bare leaf, or damage, which is reported below when the whole document is decoded
     if lookup.unmatched or not lookup.numbers:
         names = from_document(document)[0]
         choose(names, patterns)
@@ -110,7 +110,7 @@ _Progress = Sequence[tuple[Pattern, Collection[int]]]  # each pattern, with the 
 
 
 class _Lookup:
-    """Finds matching leaves in a container document: their positions in the tree, and the patterns that match none."""
+    """Finds the positions of matching leaves in a container document, and the patterns that match no leaf."""
 
     def __init__(self, patterns: Sequence[Pattern]) -> None:
         self.unmatched = list(patterns)
@@ -168,7 +168,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document holds a value, which leaves must not share: a few bytes could expand to many large values."""
+    """True if a document has a value. Leaves must not share it, because few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 
@@ -238,7 +238,7 @@ def _decode_keys(stored: Any, name: str, decoded: _Keys) -> tuple[list[Key], lis
 
 
 def _decode_key(stored: Any) -> tuple[Key, str]:
-    """Decode a key; return it and the segment that it adds to leaf names."""
+    """Decode a stored key; return the key and the segment that it adds to leaf names."""
     if isinstance(stored, str):
         return unescape_key(stored), stored
     if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:

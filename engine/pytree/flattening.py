@@ -32,13 +32,13 @@ from .leaves import (
 )
 from .names import escape_first, escape_keys, format_path
 
-# A mapping key or an attribute name. Documents distinguish ``True`` from 1. Tuples consist of such keys themselves:
-# numpyro states use them for groups of parameters.
+# A mapping key or an attribute name. Documents distinguish ``True`` from 1. The elements of tuples are keys themselves;
+# numpyro states use tuples for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
-MAX_DEPTH = 200  # container levels; deeper trees are refused, because code that walks trees (JSON included) recurses
+MAX_DEPTH = 200  # maximum nesting of containers; code that walks trees, including the json module, is recursive
 
-_LARGEST_KEY = 1 << 63  # integer keys must fit 64 bits
+_LARGEST_KEY = 1 << 63  # integer keys must fit into 64 bits
 _DEEPEST_KEY = 8  # maximum tuple nesting in a key
 # Array types of imported frameworks are added on first use.
 _LEAF_TYPES: set[type] = {*PLAIN, set, frozenset, np.ndarray, LeafMetadata, StaticLeaf}
@@ -77,15 +77,15 @@ class Flattened:
 
 
 def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
-    """Take a tree apart into leaves, names and containers.
+    """Flatten a tree into leaves, names and containers.
 
     Containers are dict, its subclasses and other mappings (with keys as in `Key`, in their own order), list, tuple,
     deque, named tuples, dataclasses, and all types registered with jax. None and values of any other type are
-    leaves; `describe` refuses those that cannot be saved.
+    leaves; `describe` refuses leaves that cannot be saved.
 
-    Instances of `leaf_types` are leaves even if they are containers. The structure may refer to the containers
-    themselves: to let their arrays be freed, keep the document made from it instead. A single error names every key
-    that is no `Key`, every container that contains itself, and every container nested deeper than `MAX_DEPTH`.
+    Instances of `leaf_types` are leaves even if they are containers. The structure may keep the original containers and
+    their arrays alive, unlike a document made from it. A single error names every key that is not a `Key`, every
+    container that contains itself, and every container nested deeper than `MAX_DEPTH`.
     """
     walk = _Walk(leaf_types)
     with collection_paused():
@@ -179,7 +179,7 @@ def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
 
 
 def plain_key(key: object, depth: int = 0) -> Key:
-    """Convert a key to the equal plain str, int or bool, or tuple of these."""
+    """Convert a key to an equal plain str, int or bool, or a tuple of these."""
     if isinstance(key, str):
         return str.__str__(key)
     if isinstance(key, bool | np.bool_):
@@ -214,9 +214,9 @@ def _build(node: TreeDef, values: Any) -> Any:
 
 
 class Outline:
-    """The containers and keys of a tree, to recognize later trees of the same structure.
+    """The containers and keys of a tree, used to recognize later trees with the same structure.
 
-    It refers only to keys and class names, not to leaves or containers.
+    An outline refers only to keys and class names, not to leaves or containers.
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
@@ -225,7 +225,7 @@ class Outline:
     def leaves_of(self, tree: Any) -> list[Any] | None:
         """Return the leaves of a tree in the order of `flatten`; None if its containers differ.
 
-        A value in the place of a leaf is returned unchecked, even if it is a container, so compare its type.
+        Values at the positions of leaves are not checked and may be containers, so the caller must compare their types.
         """
         if self.structure is None:
             return [tree]
@@ -294,8 +294,8 @@ _was_enabled = False
 def collection_paused() -> Iterator[None]:
     """Pause automatic garbage collection in all threads while the block runs.
 
-    Ten thousand leaves create some thirty thousand objects, none of them garbage. With a framework loaded, the full
-    collections that this triggers take several times as long as the work itself.
+    Processing ten thousand leaves creates about thirty thousand objects, none of which is garbage. With a framework
+    loaded, the full collections that this triggers take several times as long as the work itself.
     """
     global _holders, _was_enabled
     with _lock:
@@ -325,10 +325,10 @@ os.register_at_fork(after_in_child=_end_pauses)
 
 # ---- long sequences of numbers
 #
-# A list, tuple or deque of many numbers is packed into one leaf and stored as an array. A load restores its elements
+# A list, tuple or deque of many numbers is packed into one leaf and stored as an array. Loading restores its elements
 # with their values and types. A shorter sequence stays a container with a leaf for each element.
 
-PACKED_FROM = 32  # shortest length of a sequence that is packed
+PACKED_FROM = 32  # minimum length of sequences that are packed
 
 _SEQUENCES: dict[Any, str] = {list: "list", tuple: "tuple", deque: "deque"}
 _ELEMENTS: dict[Any, str] = {kind: name for name, kind in NUMBER_TYPES.items()}
@@ -340,9 +340,9 @@ _MIXED_WIDTH = 9
 
 
 class PackedNumbers:
-    """A list, tuple or deque of numbers as a single leaf: a copy, unaffected by later changes.
+    """A copy of a list, tuple or deque of numbers that forms a single leaf.
 
-    The array is made on demand: a walk over live objects only tests whether a sequence is packed.
+    The array is created on demand, because a walk over live objects only tests whether a sequence is packed.
     """
 
     __slots__ = ("_details", "_items")
@@ -418,7 +418,7 @@ def pack_tree(tree: Any, depth: int = 0) -> Any:
 
 
 def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
-    """Unpack a packed sequence; its details and the array are untrusted input."""
+    """Unpack a packed sequence from its details and its array, which are untrusted input."""
     sequence, elements, limit = (details.get(key) for key in ("sequence", "elements", "maxlen"))
     mixed = elements == MIXED
     expected = np.dtype(np.uint8) if mixed else _DTYPES.get(str(elements), array.dtype)

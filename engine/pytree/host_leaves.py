@@ -38,15 +38,15 @@ _NUMBERS: dict[Any, tuple[Details, np.dtype[Any]]] = {
 }
 _VALUES = (*PLAIN, set, frozenset)
 INT64 = range(-(1 << 63), 1 << 63)
-_LARGEST_INT = 1 << 22  # maximum bits of an int
+_LARGEST_INT = 1 << 22  # maximum number of bits in an int
 _LONG = 1 << 16  # length; longer text and bytes are stored as arrays, which are written and read in bulk
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
-    """Return the real dtypes of ml_dtypes, each with its Python kind; complex ones cannot be stored."""
-    import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
+    """Return the Python kind of each real dtype in ml_dtypes; complex dtypes cannot be stored."""
+    import ml_dtypes  # imported lazily, because numpy's own dtypes do not need it
 
     return {
         np.dtype(scalar): "int" if "int" in name else "float"
@@ -86,9 +86,9 @@ def describe_numpy(value: Any) -> ArrayLeaf:
     if type(value) is not np.ndarray:
         if isinstance(value, np.generic):
             check_storable(value.dtype)
-            # value.dtype, not the array's: numpy widens empty text to one character.
+            # Pass value.dtype, because numpy widens empty text to one character in the array.
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-        # Checked late, because numpy then imports its masked array module, which takes longer than a small save.
+        # Test this late, because it makes numpy import its masked array module, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
         value = np.asarray(value)
@@ -102,7 +102,7 @@ def is_python_value(value: object) -> bool:
 
 
 def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
-    """Describe a Python value. Subclass instances (such as enum members) are treated as the equal plain values."""
+    """Describe a Python value. Subclass instances (such as enum members) are treated as equal plain values."""
     for kind, (details, dtype) in _NUMBERS.items():
         if isinstance(value, kind):
             if kind is int and int(value) not in INT64:
@@ -129,7 +129,7 @@ def decode_bytes(kind: str, array: NDArray[Any], name: str) -> str | bytes:
 
 
 def encode_value(value: Any) -> Details:
-    """Encode a Python value as JSON; floats are written in hexadecimal, because JSON has no NaN."""
+    """Encode a Python value as JSON. Floats are written in hexadecimal, because JSON has no NaN."""
     if value is None:
         return {"kind": "none"}
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""JAX array and typed PRNG key leaves: describes them for saving, and creates them from host arrays on loading.
+"""Describes jax arrays and typed PRNG keys for saving, and creates them from host arrays on loading.
 
-A host view of a jax array is a snapshot: jax arrays never change, and while such a view is alive on the CPU, an array
-that is donated or deleted keeps its memory. When loading to the CPU, jax takes over memory that is aligned to 64 bytes
-without a copy, so no code may write to it afterwards.
+A host view of a jax array is a snapshot, because jax arrays never change, and on the CPU, an array that is donated or
+deleted keeps its memory as long as such a view is alive. When arrays are loaded to the CPU, jax takes over memory that
+is aligned to 64 bytes without a copy, so no code may write to that memory afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .leaves import (
 _logger = logging.getLogger("holdfast")
 
 PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
-_FEW = 64  # largest mesh whose device ids are stored with its arrays
+_FEW = 64  # device ids of meshes with more devices than this are not stored
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -45,14 +45,14 @@ def is_key(value: Any) -> bool:
 
 
 def is_tracer(value: Any) -> bool:
-    """True if a jax array is a tracer, which stands in for a value inside a transformation such as jit."""
+    """True if a jax array is a tracer, which represents a value inside a transformation such as jit."""
     return isinstance(value, jax.core.Tracer)
 
 
 class JaxDescriber:
     """Describes the jax arrays in one tree; all device-to-host copies start before the first one is awaited.
 
-    At most ``pinned_bytes`` of arrays are left in pinned memory, for a snapshot to read later.
+    At most ``pinned_bytes`` of arrays are left in pinned memory for a later snapshot to read.
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
@@ -110,7 +110,7 @@ class JaxDescriber:
         return leaf
 
     def _data_of(self, value: Any) -> Any:
-        """Return the data of typed keys as a jax array (jax 0.5 may keep a numpy array); return other arrays as is."""
+        """Return the data of typed keys as a jax array (jax 0.5 may use a numpy array); return other arrays as is."""
         if not is_key(value):
             return value
         data = jax.random.key_data(value)
@@ -131,15 +131,15 @@ class _ShardingInfo(NamedTuple):
     sharding: Any  # kept alive, so that its id is not reused
     details: Details
     weak_details: Details  # leaf details of weakly typed arrays with this sharding
-    whole: bool  # a single device of this process holds the whole array
-    local: bool  # all devices belong to this process; other processes then have the same array on theirs
+    whole: bool  # whether a single device of this process holds the whole array
+    local: bool  # whether all devices belong to this process; every process then holds the same array
 
     def details_of(self, value: Any) -> Details:
         return self.weak_details if value.weak_type else self.details
 
 
 class WholeArrays:
-    """Facts about the single-device arrays of this process, used to recognise matching arrays in later saves."""
+    """Facts about the single-device arrays of this process, used to recognize matching arrays in later saves."""
 
     _FACTS = attrgetter("dtype", "shape", "weak_type")
     _SHARDING = attrgetter("sharding")
@@ -297,7 +297,7 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return kind, stored shape, stored dtype, leaf, variant, weak and sharding of a template leaf."""
+    """Return the kind, stored shape, stored dtype, leaf, variant, weak flag and sharding of a template leaf."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
@@ -331,13 +331,13 @@ def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
 
 
 class AbstractSharding(NamedTuple):
-    """A sharding without concrete devices, as `jax.eval_shape` returns for arrays on a mesh with explicit axes."""
+    """A sharding without concrete devices, as returned by `jax.eval_shape` for arrays on a mesh with explicit axes."""
 
     sharding: Any  # a `jax.sharding.NamedSharding` on a `jax.sharding.AbstractMesh`
 
 
 def template_sharding(template: Any) -> Any:
-    """Return the sharding to restore a template's array with; None leaves the choice to jax."""
+    """Return the sharding with which to restore a template's array; None leaves the choice to jax."""
     # jax may move an uncommitted array freely, but restoring it to a given device would commit it.
     sharding = template.sharding if getattr(template, "committed", True) else None
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
@@ -424,7 +424,7 @@ def local_boxes(sharding: Any, shape: tuple[int, ...]) -> Sequence[Box] | None:
 
 
 class NewArray(NamedTuple):
-    """A jax array, or typed keys, to be created from host arrays."""
+    """A jax array, or an array of typed keys, to be created from host arrays."""
 
     sharding: Any
     shape: tuple[int, ...]
@@ -469,7 +469,7 @@ def put(new: Sequence[NewArray]) -> list[Any]:
 
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
-    """Lift restrictions that a program may have set: transfer guards, and NaN checks, as NaN is a valid saved value."""
+    """Lift transfer guards and NaN checks that the program may have set, because NaN is a valid saved value."""
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 

@@ -1,4 +1,4 @@
-"""Pytree leaves: finds the library that a leaf belongs to; defines leaf descriptions for storage and in checkpoints."""
+"""Determines which library a leaf belongs to, and defines descriptions of leaves for storage and in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import OptionError, UnsupportedLeafError
 from .names import format_path
 
-# JSON facts about a leaf for ``tree.json``, at least its "kind". Leaves share them, so they are never modified.
+# JSON facts about a leaf for ``tree.json``, at least its "kind". Leaves share these dicts, so never modify them.
 Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
@@ -44,12 +44,12 @@ _LANDMARKS = {  # modules that `loaded` finds, each with a name that it defines 
 
 
 def loaded(name: str) -> Any | None:
-    """Return a module of the table above if the program has imported it, else None.
+    """Return a module listed in `_LANDMARKS` if the program has imported it, else None.
 
-    Classifying a leaf imports no framework: a leaf can belong to a framework only if the program has imported it.
+    Classifying a leaf requires no imports, because a program can only have leaves of frameworks that it has imported.
     """
     module = sys.modules.get(name)
-    # A module that another thread is still importing lacks its names.
+    # A module that another thread is still importing may lack the name.
     return module if module is not None and hasattr(module, _LANDMARKS[name]) else None
 
 
@@ -62,7 +62,7 @@ def required(name: str) -> Any:
 
 
 class _Framework:
-    """A lazily imported framework: it is imported when one of its names is first used."""
+    """A framework that is imported when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -106,7 +106,7 @@ def is_jax_abstract(value: object) -> bool:
 
 
 class Box(NamedTuple):
-    """A box of array elements, from start to stop (exclusive) along each axis; the stop is never before the start."""
+    """A box of array elements, from start to stop (exclusive) along each axis, with start <= stop."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -180,13 +180,13 @@ def joined_parts(held: Iterable[tuple[int, Box]]) -> tuple[Part, ...]:
 class ArrayLeaf:
     dtype: np.dtype[Any]  # element type, including byte order
     shape: tuple[int, ...]  # shape of the whole array
-    # Host views that cover this process's share of the array exactly once; all of the array if `parts` is None.
+    # Host views that cover this process's share of the array exactly once, or the whole array if `parts` is None.
     pieces: list[Piece]
     volatile: bool  # whether other code may still modify the pieces' memory, so that they must be copied
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
     # facts specific to the kind, but neither dtype nor shape.
     details: Details
-    # The parts with the processes that hold them, the same in all processes; they cover the array exactly once. None if
+    # Parts that cover the array exactly once, each with the processes that hold it; identical in all processes. None if
     # every process has the whole array.
     parts: tuple[Part, ...] | None = None
 
@@ -233,7 +233,7 @@ def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
 
 @dataclass(slots=True)
 class Saved:
-    """A leaf as a checkpoint describes it."""
+    """The description of a leaf in a checkpoint."""
 
     details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json``: untrusted input
     dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
@@ -246,7 +246,7 @@ class Saved:
 
     @classmethod
     def of(cls, leaf: ArrayLeaf | ValueLeaf) -> Saved:
-        """Return this leaf as a checkpoint would describe it."""
+        """Describe a leaf as a checkpoint would."""
         return cls(leaf.details) if isinstance(leaf, ValueLeaf) else cls(leaf.details, leaf.dtype, leaf.shape)
 
     @property
@@ -310,7 +310,7 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
 class LeafMetadata:
     """Kind, shape and dtype of a saved leaf, known without reading it.
 
-    In a template it stands for the leaf as saved (a numpy array or Python value), with this shape and dtype.
+    In a template, it requests the leaf as saved (a numpy array or Python value) with this shape and dtype.
 
     Attributes:
         kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
@@ -337,7 +337,7 @@ class StaticLeaf:
 
     @classmethod
     def of(cls, value: Any) -> StaticLeaf | None:
-        """Wrap a function whose only state is constants; return None for everything else, other functions included."""
+        """Wrap a function if its only state is constants; return None for other functions and all other values."""
         name = _name_of_code(value, 0) if callable(value) else None
         return None if name is None else cls(value, name)
 
@@ -360,7 +360,7 @@ def _name_of_code(value: Any, depth: int) -> str | None:
     elif not (is_ufunc or is_builtin or isinstance(value, type)):
         return None
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
-    # A library's private modules may change between its versions.
+    # Omit private modules, which may change between versions of a library.
     module = (getattr(value, "__module__", None) or type(value).__module__).partition("._")[0]
     return f"{module}:{name}"
 
@@ -378,7 +378,7 @@ def metadata_of(saved: Saved) -> LeafMetadata:
 
 
 class ExternalLeaf:
-    """A placeholder in a loaded tree for a value that its handler has not read yet. Its details are untrusted input."""
+    """A placeholder in a loaded tree for a value that its handler has not read yet; its details are untrusted input."""
 
     __slots__ = ("details", "handler", "name")
 

@@ -1,8 +1,8 @@
-"""Creates leaves from stored values: as the template requires, or, without one, as numpy arrays and Python values.
+"""Creates leaves from stored values, either as a template requires or as numpy arrays and Python values.
 
-A template may ask for a cast. A cast to integers or bool accepts only values that do not change: no NaN, infinities or
-fractions, and no values that would wrap around. A cast to floating or complex numbers rounds, but finite values stay
-finite, and NaN and infinities are preserved.
+A template may request a cast. A cast to integers or bool accepts only values that it does not change, so it refuses
+NaN, infinities, fractions and values that would wrap around. A cast to floating-point or complex numbers rounds, but
+finite values must stay finite, and NaN and infinities must be preserved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEP = 1 << 16  # elements per block that is cast and checked, small enough for
 
 
 class CastProblem(ValueError):  # noqa: N818 - becomes one line of an error that names the leaf
-    """Raised for a value that the requested dtype cannot hold; the message says what to do."""
+    """Raised for a value that the requested dtype cannot hold; the message suggests a remedy."""
 
 
 def cast_checked(array: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -64,14 +64,14 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _limits() -> Any:
-    """Return ml_dtypes, whose iinfo and finfo cover all dtypes (untyped, hence Any)."""
-    import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
+    """Return the ml_dtypes module, whose iinfo and finfo support all dtypes."""
+    import ml_dtypes  # imported lazily, because numpy's own dtypes do not need it
 
     return ml_dtypes
 
 
 def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return a 0-d array that holds a Python number exactly (including NaN and -0.0); None if the dtype cannot."""
+    """Return a 0-d array that holds a Python number exactly, including NaN and -0.0; None if that is impossible."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         return None
     with np.errstate(all="ignore"):
@@ -105,7 +105,7 @@ def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
 
 
 def _bad_float(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
-    # Some dtypes have neither infinities nor NaN: larger numbers become their largest number.
+    # Some dtypes have neither infinities nor NaN; numbers beyond their range become the largest finite number.
     infinity = np.array([np.inf], np.float64).astype(result.dtype)
     saturates = result.dtype.kind not in "fc" and bool(np.isfinite(infinity).all())
     if not saturates and bool(np.isfinite(result).all()) and bool(np.isfinite(source).all()):
@@ -135,7 +135,7 @@ class Partition(NamedTuple):
     """The boxes of one array that this process needs."""
 
     boxes: Sequence[Box]  # boxes of the array that the template asks for
-    # For each of them, the box to read from the saved array; empty if it lies outside of that array.
+    # The part of each box to read from the saved array; empty if the box lies outside of that array.
     stored: Sequence[Box]
 
 
@@ -202,7 +202,7 @@ def materialize(
     cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
-    # checked once per description, because many leaves share one
+    # Check each description only once, because many leaves share one.
     converted = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index
@@ -339,7 +339,7 @@ def _cast(template: LeafTemplate, value: Any, name: str) -> NDArray[Any]:
 
 
 def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:
-    """Return the elements of a box, zero-padded where the saved array has none."""
+    """Return the elements of a box, padded with zeros beyond the end of the saved array."""
     if box == stored:
         return array
     sized = np.zeros(box.shape, array.dtype)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import OptionError, TreeMismatchError, shortened
 
-# "." joins keys, "/" separates a name from its chunk keys, "%" escapes; control characters and lone surrogates cannot
-# be printed or stored everywhere.
+# "." joins keys, "/" separates a name from its chunk keys, and "%" begins an escape. Control characters and lone
+# surrogates cannot be printed or stored everywhere.
 _ESCAPED = re.compile("[./%\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SEQUENCE = re.compile("(?:%[0-9A-F]{2})+")
 _LOCK = "__lock"  # suffix of lock files of TensorStore's file driver
@@ -51,13 +51,13 @@ def _are_plain(keys: Sequence[str]) -> bool:
 
 
 def escape_first(key: str) -> str:
-    """Escape a key and always its first character, so that the result differs from that of `escape_key`."""
+    """Escape a key including its first character, so that the result differs from that of `escape_key`."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
 
 
 def unescape_key(text: str) -> str:
     if text.isidentifier():
-        return text  # most keys
+        return text  # the common case
     if "%" not in text:
         if not text or _ESCAPED.search(text):
             raise ValueError(f"{text!r} is not an escaped key")
@@ -67,7 +67,7 @@ def unescape_key(text: str) -> str:
     rest = _SEQUENCE.sub("", text)
     if _ESCAPED.search(rest):
         raise ValueError(f"{text!r} is not an escaped key")
-    # Each run of escapes is decoded separately, so that a lone surrogate does not combine with its neighbour.
+    # Each run of escapes is decoded separately, so that a lone surrogate does not combine with its neighbor.
     return _SEQUENCE.sub(lambda match: _decode(match.group(), text), text)
 
 
@@ -88,7 +88,7 @@ def split(name: str) -> list[str]:
 
 
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module")
-"""Names that wrappers of torch give to the module inside: DDP, ``torch.compile``, Fabric, activation checkpointing."""
+"""Attributes in which torch wrappers keep a module: DDP, ``torch.compile``, Fabric and activation checkpointing."""
 
 _WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?:\.|%2E))+")
 
@@ -101,7 +101,7 @@ def unwrapped_name(name: str) -> str:
 def joined_names(names: Sequence[str]) -> list[str]:
     """Return names with all keys joined by dots, and without wrapper keys if the names stay distinct.
 
-    So ``layers.0.weight`` in the state dict of a module gets the same name as the nested ``layers/0/weight``.
+    For example, ``layers.0.weight`` in a module's state dict gets the same name as the nested ``layers/0/weight``.
     """
     joined = [".".join(split(name)) for name in names]
     bare = list(map(unwrapped_name, joined))
@@ -111,7 +111,7 @@ def joined_names(names: Sequence[str]) -> list[str]:
 def format_path(name: str) -> str:
     """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 
-    Different names result in different paths. Ambiguous and unprintable characters stay escaped, dots do not.
+    Distinct names have distinct paths. Ambiguous and unprintable characters stay escaped, but dots do not.
     """
     if not name:
         return "(root)"
@@ -124,7 +124,7 @@ of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state
 keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
 
 _WILD = set("*?[")
-_CLOSE = 2000  # maximum paths to search for one similar to an unmatched pattern
+_CLOSE = 2000  # maximum number of paths to search for one that is similar to an unmatched pattern
 
 
 class PathFilter:
@@ -225,13 +225,13 @@ def _matcher(key: str) -> Callable[[str], object]:
 
 
 def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
-    """Suggest a pattern that has matches and is similar to a pattern that has none."""
+    """Suggest a pattern that matches some path and is similar to a pattern that matches none."""
     for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
         if any(map(Pattern("", text).matches, paths)):
             return text
     containers = ("/".join([*keys[:length], "**"]) for keys in paths[:_CLOSE] for length in range(1, len(keys)))
-    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers first, as they are fewer
-    import difflib  # imported lazily: for errors only
+    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers, which are fewer, come first
+    import difflib  # imported lazily, because only errors need it
 
     close = difflib.get_close_matches(pattern.text, list(candidates)[: 2 * _CLOSE], n=1)
     return close[0] if close else None

@@ -1,7 +1,7 @@
-"""Leaf samples: a few evenly spaced elements from each leaf, with a digest of their bits, taken without waiting.
+"""Samples a few evenly spaced elements of each leaf and digests their bits, without waiting for devices.
 
-Arrays in host memory are read at once. The elements of arrays on a device are gathered there, and copied to the host
-while the program continues; :attr:`Samples.is_ready` says when they have arrived.
+Arrays in host memory are read immediately. Elements of arrays on a device are gathered there and copied to the host
+while the program continues; :attr:`Samples.is_ready` is True once they have arrived.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
-_ELEMENTS = 64  # maximum elements read from each leaf
-_ON_DEVICES = 64  # maximum jax leaves per device; XLA takes about 8 ms to compile the gather for each
+_ELEMENTS = 64  # maximum number of elements to read from each leaf
+_ON_DEVICES = 64  # maximum number of jax leaves per device; XLA takes about 8 ms to compile the gather for each
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -46,7 +46,7 @@ class Samples:
     _devices: dict[str, int] = field(default_factory=dict)  # dict from device kind to the index of the first leaf on it
 
     def devices(self, count: int) -> str:
-        """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means sharing among 4 devices."""
+        """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means arrays on 4 devices."""
         return ", ".join(sorted(device for device, position in self._devices.items() if position < count))
 
     @property
@@ -106,7 +106,7 @@ class _Run(NamedTuple):
 
 
 class _Steady:
-    """Tensors that were the same in two samples, so that they can be checked all at once."""
+    """Tensors that stayed in the same memory between two samples, so that all of them can be checked at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
         """Keep the views of some of ``count`` leaves, keyed by position."""
@@ -125,7 +125,7 @@ class _Steady:
         self._addresses = [views[position].address for run in self.runs.of_torch.values() for position in run.positions]
 
     def are_in(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the leaves still contain these tensors, with the same memory."""
+        """Return True if the leaves still contain these tensors, with the same memory."""
         if len(leaves) != self._count or not self._positions:
             return len(leaves) == self._count
         tensors = [*map(leaves.__getitem__, self._positions)]
@@ -137,14 +137,14 @@ class _Steady:
 
 
 class Sampler:
-    """Samples the same leaves repeatedly; it keeps views of the tensors among them."""
+    """Samples the same leaves repeatedly, and keeps views of the tensors among them."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _View] = {}  # tensors sampled once so far, keyed by position
+        self._views: dict[int, _View] = {}  # tensors that have been sampled only once, keyed by position
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Start sampling arrays and numbers; no views are kept of ``passing`` leaves, such as gradients."""
+        """Start sampling arrays and numbers. No views of ``passing`` leaves, such as gradients, are kept."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
         last_views = self._views if is_steady else {**self._views, **self._steady.views}
@@ -170,7 +170,7 @@ class Sampler:
                 elif part.size:
                     of_jax.setdefault(device, []).append((position, part))
             elif kind == "array":
-                leaf = np.asarray(leaf)  # np.matrix cannot become one-dimensional
+                leaf = np.asarray(leaf)  # an np.matrix would always stay two-dimensional
                 # Read in C order, because a restored leaf may have another memory order.
                 is_other = position < len(leaves) and not leaf.flags.c_contiguous
                 _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
@@ -206,22 +206,22 @@ def _facts() -> Sequence[Callable[[Any], Any]]:
 
 
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
-    """Return what to keep for a tensor: its facts, and, from the second sample on, a view of its memory."""
+    """Return the facts of a tensor to keep and, from the second sample on, a view of its memory."""
     # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
-    # references to tensors are not an alternative: torch refuses to swap a parameter that has one.
+    # references to tensors are not an alternative, because torch refuses to swap a parameter that has one.
     address = _address(tensor)
     now = _View(tuple(get(tensor) for get in _facts()) if address else (), address, None)
     if last is None or last.facts != now.facts or not address or _address(view) != address:
         return now
     if view.device.type == "cpu":
-        with contextlib.suppress(RuntimeError):  # numpy has no such type
+        with contextlib.suppress(RuntimeError):  # numpy lacks the dtype
             # Unlike Tensor.numpy, this keeps the storage resizable, which FSDP needs to free it between steps.
             return now._replace(part=np.from_dlpack(view))
     return now._replace(part=view)
 
 
 def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
-    """Gather elements on the device with one compiled function for all arrays, and one host copy per dtype."""
+    """Gather elements on the device with one compiled function for all arrays, and start one host copy per dtype."""
     groups: dict[Any, list[tuple[int, Any]]] = {}
     for position, array in entries:
         groups.setdefault(array.dtype, []).append((position, array))
@@ -260,7 +260,7 @@ def _view_of(tensor: Any) -> Any:
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
-    """Return the first local shard of a jax array, its device, and the kind (and number) of all devices."""
+    """Return the first local shard of a jax array, its device, and the kind and number of all devices."""
     if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set

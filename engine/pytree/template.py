@@ -1,4 +1,4 @@
-"""Templates: describes what their leaves and the caller ask for, and checks whether saved leaves fit."""
+"""Describes the leaves that a template or the caller asks for, and checks whether saved leaves fit."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class LeafTemplate:
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
-    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of their data); None if the kind is enough
-    dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind is enough
+    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of their data); None if the kind suffices
+    dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind suffices
     leaf: Any  # the template's own leaf; None without a template
     variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
@@ -70,7 +70,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, since trees have few types
+    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, because there are few
     for name, value in zip(names, values, strict=True):
         facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
         try:
@@ -110,8 +110,8 @@ def _python_facts(value: Any) -> TemplateFacts:
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
     """Return how a template leaf differs from the saved leaf, or None if it fits. Nothing is cast silently.
 
-    Arrays of the three libraries match if shape and dtype are the same. A Python number matches a 0-d array (or numpy
-    scalar) of the same kind; whether the value fits is known once it is read.
+    Arrays of numpy, jax and torch match each other if their shapes and dtypes are equal. A Python number matches a 0-d
+    array or numpy scalar of the same kind; whether its value fits is checked after it has been read.
     """
     if template.kind == "any":
         wanted = template.leaf
@@ -136,7 +136,7 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
 
 
 def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
-    """Compare like `compare`, for a template leaf that is a `LeafMetadata`."""
+    """Return the same as `compare`, for a template leaf that is a `LeafMetadata`."""
     metadata = metadata_of(saved)
     is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
     # Shape and dtype are ignored for these kinds, because their storage depends on the value.
@@ -165,7 +165,7 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
 
 
 def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
-    """Return the template with a cast enabled if the dtypes differ but both are integer, float or complex."""
+    """Return the template, with a cast enabled if the dtypes differ but are both integer, float or complex dtypes."""
     if saved is None or saved.dtype is None or template.dtype is None or template.kind == "key":
         return template
     number = number_kind(saved.dtype)
@@ -175,7 +175,7 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
 
 
 def _castable(saved: str | None, wanted: str | None) -> bool:
-    """True if numbers of one kind can be cast to another on request, without ever dropping imaginary parts."""
+    """True if numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
     return saved is not None and wanted is not None and (saved != "complex" or wanted == "complex")
 
 
@@ -185,7 +185,7 @@ def _same_dtype(left: np.dtype[Any], right: np.dtype[Any]) -> bool:
 
 
 def _number_of(leaf: LeafTemplate | Saved) -> str | None:
-    """Return the kind of Python number that a leaf is, or that it can be read as; otherwise None."""
+    """Return the kind of Python number that a leaf is or can be read as; None for other leaves."""
     if leaf.kind in NUMBER_KINDS:
         return leaf.kind
     is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
@@ -194,15 +194,15 @@ def _number_of(leaf: LeafTemplate | Saved) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRequest:
-    """The caller's request for one leaf, where it differs from the saved leaf or from its template."""
+    """The properties of one leaf that the caller wants to differ from the saved leaf or from its template."""
 
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
     # None lets the template decide.
     kind: str | None = None
     dtype: np.dtype[Any] | None = None  # dtype to cast the elements to; None for no cast
     shape: tuple[int, ...] | None = None  # shape of the whole array; None for the saved shape
-    # Whether a saved array of another shape is zero-padded or truncated to ``shape``, at the end of each axis;
-    # otherwise that is an error.
+    # Whether a saved array of another shape is zero-padded or truncated to ``shape``, at the end of each axis. If not,
+    # another shape is an error.
     resize: bool = False
     sharding: Any = None  # a `jax.sharding.Sharding`, or None
     weak: bool = False  # whether a jax array becomes weakly typed
@@ -253,7 +253,7 @@ def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
         kind = "numpy_scalar" if saved.kind == "numpy_scalar" and request.shape is None else "numpy"
     dtype = saved.dtype
     if kind == "jax" and saved.kind in NUMBER_KINDS:
-        # jax converts numbers to this dtype, which must hold the value exactly.
+        # jax converts numbers to this dtype, which must represent the value exactly.
         dtype = jax_leaves.narrowed(dtype) or dtype
     if kind == "jax" and saved.kind == "key":
         kind = "key"
@@ -287,13 +287,13 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
     )
 
 
-# ---- the types of the state that a run began with, and what they decide when the run resumes
+# ---- leaf types of the initial state of a run, and their effect when the run resumes
 #
-# A state may change its types while it trains: the first jitted step turns a Python number into a weakly typed jax
-# array, an optimizer turns an int into float32, a list grows. A program that is started again makes a new fresh state,
-# which does not show the types at the save. So a checkpoint also records the types of the first fresh state. If the new
-# fresh state has the same types, the program is unchanged, and a leaf is restored as it was saved: array or number,
-# weak or strong, with its dtype and shape. If they differ, the program has changed.
+# Leaf types may change during training: the first jitted step turns a Python number into a weakly typed jax array, an
+# optimizer turns an int into float32, a list grows. After a restart, the program creates a fresh state, whose types may
+# therefore differ from the saved types. So a checkpoint also records the types of the first fresh state. If the new
+# fresh state has the same types, the program is unchanged, and every leaf is restored as it was saved: as an array or a
+# number, weakly typed or not, with its dtype and shape. If the types differ, the program has changed.
 
 _DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds compared by dtype and shape; others only by kind
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be rebuilt without their class
@@ -325,12 +325,12 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit treats both alike, such as a Python float and a weakly typed scalar, or numpy and jax arrays."""
+        """True if jit treats both types alike, such as Python float and weakly typed scalar, or numpy and jax array."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
     def _traced(self) -> tuple[Any, ...] | None:
-        """Return the leaf type as jit sees it; None if jit does not accept it."""
+        """The leaf type as jit sees it; None if jit does not accept it."""
         if self.kind in NUMBER_KINDS:
             return self.kind, (), self.kind != "bool"
         if self.kind not in _SAVED_ARRAYS:
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state, by name; ``roots`` are its top-level keys if the saved tree may have others."""
+    """The leaf types of a fresh state by name. ``roots`` are its top-level keys if the saved tree may have others."""
 
     def __init__(
         self,
@@ -384,11 +384,11 @@ class FreshTypes:
         return document if self._roots is None else {**document, "roots": self._roots}
 
     def covers(self, name: str) -> bool:
-        """True if a leaf in a later state was a leaf in the fresh state too, or is directly below one of its leaves."""
+        """True if a leaf of a later state, or the container directly above it, was a leaf of the fresh state."""
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return why a resume could not rebuild a tree that has grown from the fresh state; empty if it could do so."""
+        """Return the reasons why a resume could not rebuild a tree that has grown from the fresh state, if any."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -416,7 +416,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return the template to restore a leaf of the fresh state, or the difference if the program has changed.
+    """Return the template that restores a leaf of the fresh state, or the difference if the program has changed.
 
     ``began`` is the leaf's type in the fresh state with which the run began.
     """
@@ -460,7 +460,7 @@ class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:
-    """Return the containers of a saved tree, using the template's classes for containers that it has as well."""
+    """Return the containers of a saved tree, using the template's classes for containers that exist in both."""
     if saved is None:
         return None
     segments = saved.segments

@@ -1,8 +1,8 @@
-"""Torch tensor leaves: describes them for saving, and creates them from host arrays on loading.
+"""Describes torch tensors for saving, and creates them from host arrays on loading.
 
-Which process holds which part of a DTensor follows from its mesh and placements, without communication. Placements
-apply from the first mesh axis to the last: each divides the parts that the previous ones have made, as defined by
-``torch.distributed.tensor``.
+The parts of a DTensor that each process holds follow from its mesh and placements, without communication. As defined by
+``torch.distributed.tensor``, placements apply from the first mesh axis to the last, and each placement divides the
+parts that result from the previous placements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, which torch defines
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary parts along an additional last axis
 HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
-# Maximum bytes of concurrent copies in a save without its own pinned memory: torch pins up to twice as many, for good.
+# Maximum bytes of concurrent copies in a save without its own pinned memory; torch pins up to twice as many for good.
 BYTES_AT_ONCE = 1 << 30
 _SMALL = 1 << 15  # elements; torch copies tensors of at least this size with several threads
 
@@ -80,7 +80,7 @@ class TorchDescriber:
         return ArrayLeaf.of(array, details, volatile=volatile)
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
-        """Describe a DTensor: the part in this process, and which process holds which part."""
+        """Describe a DTensor by its part in this process and the processes that hold each part."""
         sharding = self._sharding(value)
         array, volatile, encoding = self._array(value, _local(value))
         shape, parts = sharding.shape, sharding.parts()
@@ -102,9 +102,9 @@ class TorchDescriber:
 
     def _sharding(self, value: Any) -> DTensorSharding:
         """Return the sharding of a DTensor over all processes that hold it, including those outside its own submesh."""
-        # In a tree that is spread over two axes of a mesh, such as one for tensor parallelism and one for FSDP2, a
-        # parameter on one of them is replicated along the other. An axis that no DTensor of the tree is spread over,
-        # such as the stages of a pipeline, may have other parameters at each index.
+        # If the DTensors of a tree span two axes of a mesh, such as one for tensor parallelism and one for FSDP2, a
+        # parameter that spans only one axis is replicated along the other. Along an axis that no DTensor spans, such as
+        # the stages of a pipeline, each index may have different parameters.
         sharding, location = sharding_of(value), _axes_in_root(value.device_mesh)
         more = () if location is None else tuple(sorted(self._axes.get(location[0], set()) - location[1]))
         if location is None or not more:
@@ -136,7 +136,6 @@ class TorchDescriber:
 
 
 def _local(value: Any) -> Any:
-    """Return the local tensor of a DTensor."""
     with torch.no_grad():
         local = value.to_local().detach()
     # Wait, because the result of an asynchronous collective may not have arrived yet.
@@ -173,8 +172,8 @@ class TorchDType(NamedTuple):
 
     name: str
     dtype: np.dtype[Any]  # numpy dtype of the stored bytes
-    carrier: str | None  # intermediate dtype of this size in torch and numpy; None if numpy has the dtype
-    paired: bool  # whether an element is stored as a pair of real and imaginary part
+    carrier: str | None  # dtype of the same size that both libraries have, used as an intermediate; None if not needed
+    paired: bool  # whether an element is stored as a pair of real and imaginary parts
     variant: str | None  # torch dtype name if the numpy dtype does not imply it, or None
     details: Details  # details of the leaf
 
@@ -189,12 +188,12 @@ class TorchDType(NamedTuple):
     def on_device(self, tensor: Any) -> DeviceArray:
         """Wrap a tensor on an accelerator as a `DeviceArray`; it must also meet the conditions of `to_numpy`."""
         elements = torch.view_as_real(tensor) if self.paired else tensor
-        # View it as integers, which keep every bit pattern and support all torch operations.
+        # View the elements as integers, which keep every bit pattern and support all torch operations.
         carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.dtype.itemsize)
         return DeviceArray(elements if carrier is None else elements.view(getattr(torch, carrier)), self.dtype)
 
     def to_tensor(self, array: NDArray[Any]) -> Any:
-        """Create a tensor that shares writable memory in native byte order."""
+        """Create a tensor that shares the memory of an array, which must be writable and in native byte order."""
         if self.paired:
             return torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
         if self.carrier is None:
@@ -207,10 +206,10 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
     """Return how the torch dtype with this name is stored, without importing torch."""
     dtype, variant = _PAIRED.get(name, name), name if name in _PAIRED else None
     if dtype not in COMMON_DTYPES:
-        import ml_dtypes  # imported lazily: most programs without torch do not need it
+        import ml_dtypes  # imported lazily, because most programs without torch do not need it
 
         is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
-        # Other dtypes, such as sub-byte integers and packed numbers: torch treats them as bytes without operations.
+        # Torch treats all other dtypes, such as sub-byte integers and packed numbers, as bytes without operations.
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
         variant = None if is_number else name
     details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
@@ -226,7 +225,7 @@ def encoding_of(dtype: Any) -> TorchDType:
 
 # ---- many small tensors in host memory, checked and copied together
 
-# All attributes that decide how a tensor is stored and whether it can be copied; other objects lack some of them.
+# All attributes that determine how a tensor is stored and whether it can be copied; other objects lack some of them.
 _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
@@ -303,7 +302,7 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return kind, stored shape, stored dtype, leaf and variant of a template leaf."""
+    """Return the kind, stored shape, stored dtype, leaf and variant of a template leaf."""
     if not value.is_meta:
         _check(value)
     encoding = encoding_of(value.dtype)
@@ -321,7 +320,7 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
 
 
 def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
-    """Return the parts of an array that all processes need if the template is a DTensor; None for other tensors."""
+    """Return the parts of an array and their future holders if the template is a DTensor; None for other tensors."""
     if not is_dtensor(template):
         return None
     parts = _sharding_like(template, shape).parts()
@@ -417,7 +416,7 @@ class Division(NamedTuple):
     """Describes how one axis of a mesh divides an array."""
 
     axis: int | None  # the sharded array axis; None if the array is replicated along this mesh axis
-    rounds: int = 1  # blocks that the axis is cut into before each is divided; more than 1 for a ``_StridedShard``
+    rounds: int = 1  # number of blocks that are divided separately; more than 1 for a ``_StridedShard``
 
 
 @dataclass(frozen=True, eq=False)
@@ -501,7 +500,7 @@ def _placed_boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:
-    """Return share ``index`` of ``count`` of the held indices, taken from each of ``rounds`` equal blocks."""
+    """Split the held indices into ``rounds`` equal blocks; return share ``index`` of ``count`` from each block."""
     shares = []
     size = sum(high - low for low, high in held)
     for block in range(rounds):
@@ -517,7 +516,7 @@ def _chunk(begin: int, end: int, count: int, index: int) -> Interval:
 
 
 def _taken(held: list[Interval], begin: int, end: int) -> list[Interval]:
-    """Return the held indices between two positions in the list of held indices, in order."""
+    """Return the held indices from position ``begin`` to position ``end`` among all held indices."""
     taken, position = [], 0
     for low, high in held:
         first, last = max(begin - position, 0), min(end - position, high - low)

@@ -1,7 +1,7 @@
 """Tree transformations, which rename, merge, split and complete leaves.
 
-A plan, made before any value is touched, decides where each leaf of the new tree comes from. `apply_transformations`
-follows it for trees in memory, `holdfast.load_transformed` for saved trees.
+A plan determines the source of each leaf of the new tree before any value is read. `apply_transformations` executes it
+for trees in memory, and `holdfast.load_transformed` for saved trees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Transform:
     ``Transform()`` without arguments takes the value from the same key of the original tree.
 
     Attributes:
-        original_key: The key in the original tree, levels separated by ``/``. If the transformation's own key is a
+        original_key: The key in the original tree, with levels separated by ``/``. If the transformation's key is a
             regular expression, ``\1`` and ``\g<name>`` refer to its groups. None means the same key.
         use_fallback: Take the value from the tree that `apply_transformations` does not prefer: the new tree if
             ``default_to_original`` is True, the original tree otherwise.
@@ -72,37 +72,37 @@ def apply_transformations(
 ) -> Any:
     r"""Build a tree with the new tree's structure and the original tree's values.
 
-    Where the value of a key comes from:
+    The value of each key is determined as follows:
 
-    - A `Transform` whose key matches determines it. Keys are paths such as ``params/Dense_0``, written with ``/`` or as
-      dictionaries inside dictionaries, or regular expressions that match a path from end to end. They are matched
-      against the paths of the new tree, as printed in errors and by ``holdfast show``. A key that matches a container
-      applies to all leaves below it: ``original_key`` then names the corresponding container, and ``multi_value_fn``
-      returns a tree with these leaves. If several keys match a leaf, a literal key takes precedence over a pattern, a
-      longer path over that of a container above it, and an earlier key over later ones.
-    - A key that no transformation names, and that is in both trees, comes from the original tree, or from the new one
-      if ``default_to_original`` is False.
-    - A key that only the new tree has keeps its value there; one that only the original tree has is dropped.
+    - If the key of a `Transform` matches, this `Transform` determines the value. Its key is a path such as
+      ``params/Dense_0``, written with ``/`` or as nested dictionaries, or a regular expression that matches a whole
+      path. Keys are matched against the paths of the new tree, as printed in errors and by ``holdfast show``. A key
+      that matches a container applies to all leaves below it; ``original_key`` then names the corresponding container,
+      and ``multi_value_fn`` returns a tree with these leaves. If several keys match a leaf, a literal key takes
+      precedence over a pattern, a longer path over a shorter one, and an earlier key over later ones.
+    - Any other key that is in both trees takes its value from the original tree, or from the new tree if
+      ``default_to_original`` is False.
+    - A key that is only in the new tree keeps its value. A key that is only in the original tree is dropped.
 
-    Leaves of the new tree may be the placeholder ``...``, which may also be filled with a whole container. None in a
-    tree does not count as a value: it stays None in the new tree, and is not taken from the original tree.
+    Leaves of the new tree may be the placeholder ``...``, which may also be filled with a whole container. None does
+    not count as a value. It stays None in the new tree, and is not taken from the original tree.
 
-    Values are passed on unchanged, neither cast, compared nor copied; if two keys take the same value, they share it.
+    Values are not cast, compared or copied; if two keys take the same value, they share it.
 
     Args:
-        original_tree: Any tree. Its containers need not have the types of those in the new tree: dictionaries
-            loaded without a template are fine.
+        original_tree: Any tree. Its container types may differ from those in the new tree; dictionaries loaded
+            without a template are fine.
         transformations: Dictionary from keys to `Transform` objects.
         new_tree: The structure of the result; its values matter only if they are kept.
-        default_to_original: Which tree is preferred, as described above. Transformations with ``use_fallback`` take
-            values from the other tree.
+        default_to_original: Whether the original tree is preferred, as described above. Transformations with
+            ``use_fallback`` take values from the tree that is not preferred.
 
     Returns:
         A tree with the new tree's containers.
 
     Raises:
-        OptionError: An entry is no `Transform`, matches no key of the new tree, or refers to a group that it lacks.
-        TreeMismatchError: Keys have no value, or one without the new tree's structure; the error names all of them.
+        OptionError: An entry is not a `Transform`, matches no key of the new tree, or refers to a group it lacks.
+        TreeMismatchError: Keys have no value, or a value whose structure does not fit; the error names all such keys.
 
     >>> renamed = {"x": Transform(original_key="b/c")}
     >>> apply_transformations({"a": 1, "b": {"c": 2}}, renamed, {"a": ..., "x": ..., "y": 5})
@@ -124,7 +124,7 @@ def apply_transformations(
 
 @dataclass(slots=True)
 class OriginalTree:
-    """The part of the original tree that a plan needs; its values are not read."""
+    """The information about the original tree that a plan needs, without its values."""
 
     names: Sequence[str]  # leaf names
     structure: TreeDef | None  # the containers; None if the tree is a bare leaf
@@ -164,7 +164,7 @@ class Call:
 
     path: str  # path of the leaf or container of the new tree that it computes
     function: Callable[..., Any]
-    # Leaf names relative to that path; empty if the path is a leaf.
+    # Leaf names relative to ``path``; a single empty name if the path is a leaf.
     names: list[str] = field(default_factory=list)
 
     def run(self, original: Any) -> Any:
@@ -260,7 +260,7 @@ class _Planner:
         return self._taken(path, match.source, value, match)
 
     def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
-        """Return the original tree's part for a leaf, even if only one tree has ``value`` keys below nnx variables."""
+        """Return the original tree's part for a leaf; ``value`` keys of nnx variables may be in only one tree."""
         part, below = self._original.get(path), self._original.get(f"{path}/value")
         if part is None and path.endswith("/value"):
             above = self._original.get(path.removesuffix("/value"))
@@ -369,7 +369,7 @@ class _Rule:
 @dataclass(frozen=True, slots=True)
 class _Match:
     rule: _Rule
-    path: str  # the path that the rule's key matches: the leaf's path, or that of a container above it
+    path: str  # path that matches the rule's key, either of the leaf or of a container above it
     rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
     source: str  # path of the leaf's value in the original tree, such as ``params/Dense_0/kernel``
 
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``; its key matches ``target``, the leaf's path or one above it."""
+    """Return a rule's match for the leaf at ``path``; its key matches ``target``, ``path`` or one above it."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)

@@ -1,4 +1,4 @@
-"""Ways (access paths) to leaves: a state is searched once, and its chosen leaves are looked up at every step.
+"""Ways (access paths) to the leaves of a state, which is searched once; chosen leaves are looked up at every step.
 
 A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each step creates a new
 immutable tree or changes a module in place. Nothing is ever written, and no methods of the objects are called.
@@ -26,19 +26,20 @@ from .jax_leaves import is_key
 from .leaves import PLAIN, is_jax_array, is_torch_tensor, library_of, loaded, nnx, torch
 
 MISSING: Any = object()
-"""The result of a way whose entry or attribute is gone."""
+"""The result of following a way whose entry or attribute no longer exists."""
 
-_MOST_NODES = 60_000  # maximum objects and leaves to visit
+_MOST_NODES = 60_000  # maximum number of objects and leaves to visit
 _MOST_ATTRIBUTES = 4_000
 _MOST_RATES = 32
-_MOST_VALUES = 1000  # maximum values to visit in a batch
-_LONG = 200  # characters; longer texts are shortened, with a checksum
+_MOST_VALUES = 1000  # maximum number of values to visit in a batch
+_LONG = 200  # characters; longer texts are truncated and end with a checksum
 _SMALL = 1 << 10  # bytes; the values of larger arrays are not converted to text
-_TEXT_DEPTH = 3  # nesting depth of containers that are converted to text
-_MOST_ENTRIES = 256  # entries; for larger containers, the text has only the length
+_TEXT_DEPTH = 3  # maximum nesting depth of containers that are converted to text
+_MOST_ENTRIES = 256  # entries; the text of a larger container has only its length
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
-_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")  # not opened
+# Libraries whose objects are not opened.
+_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")
 
 _Get = Callable[[Any, Any], Any]
 
@@ -73,7 +74,7 @@ class _Way:
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that the state does not have
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that the state lacks
 
 
 class _Route:
@@ -81,7 +82,7 @@ class _Route:
 
     def __init__(self, ways: Iterable[_Way | None]) -> None:
         self._numbers: dict[_Way | None, int] = {None: 0}
-        self._steps: list[tuple[int, _Get, Any]] = []  # index of the owner's way, and getter and key for the next step
+        self._steps: list[tuple[int, _Get, Any]] = []  # index of the owner's way, then getter and key of the step
         self._ends: list[int] = []
         for way in ways:
             ahead: list[_Way] = []
@@ -112,10 +113,10 @@ class _Route:
 
 
 class Ways:
-    """Ways from a root to at most ``most`` leaves, or to the ``names``, and to plain attributes of the objects between.
+    """Ways from a root to at most ``most`` leaves, or to the leaves in ``names``, and to plain attributes of objects.
 
-    Learning rates, trained parameters and their optimizer state come first. The rest is ordered by name checksum,
-    which is the same in every process.
+    Learning rates, trained parameters and their optimizer state come first. Other leaves are ordered by a checksum of
+    their names, which is the same in every process.
     """
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
@@ -148,7 +149,7 @@ class Ways:
                     leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, below, child.value, (*above, id(value))))
-        self.total = len(leaves)  # all leaves found, chosen or not
+        self.total = len(leaves)  # number of leaves found, whether chosen or not
         if names is None:
             leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode(errors="replace"))))
             self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
@@ -161,11 +162,11 @@ class Ways:
         self._to_optimizers = _Route(optimizers)
 
     def follow(self, root: Any) -> list[Any]:
-        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING where one is gone."""
+        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING if a leaf is gone."""
         return self._to_leaves.follow(root)
 
     def ended(self, root: Any) -> list[str]:
-        """Return the names of the chosen leaves that another root lacks, if only containers lead to them.
+        """Return the names of chosen leaves that another root lacks, if they are reached only through containers.
 
         List items, optimizer state, and leaves reached through attributes may come and go.
         """
@@ -178,7 +179,7 @@ class Ways:
         return {id(one) for group in groups for one in group["params"]} if groups else None
 
     def attributes(self, root: Any) -> dict[str, str]:
-        """Return attributes that are plain values, functions, generators or containers of these, as text."""
+        """Return, as text, all attributes that are plain values, functions, generators or containers of these."""
         texts: dict[str, str] = {}
         for (name, _, key), owner in zip(self._attributes, self._to_owners.follow(root), strict=True):
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
