@@ -130,7 +130,7 @@ class CheckpointManager(ExplainsNames):
         self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned)
         self._saves = SaveQueue(self._run, self._items, decisions, self._abandoned)
 
-    # ---- the places besides the directory
+    # ---- other storage tiers
 
     def fetch(self, step: int) -> bool:
         """Make a step that the directory lacks available from the mirror or from host-local storage.
