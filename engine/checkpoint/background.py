@@ -55,7 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run ``work`` and then ``ended`` on a new thread; the argument of ``work`` is set when the program waits."""
+        """Run ``work`` and then ``ended`` on a new thread; the event passed to ``work`` is set if the program waits."""
 
         def run() -> None:
             # Let the training loop continue first, because this thread may hold the GIL for milliseconds.

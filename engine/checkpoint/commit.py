@@ -413,7 +413,7 @@ class LocalCommit(PendingCheckpoint):
                 left = self._left_by_copy(items, names)
                 if not left:
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
-                    if PARTIAL in names and not self._lock.shows_life:  # the sweep keeps it for a damaged record
+                    if PARTIAL in names and not self._lock.shows_life:  # kept by the sweep because of a damaged record
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:
@@ -434,7 +434,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # A new checkpoint's marker need not be synced, because after a power failure, any marker allows a full removal.
+        # A new checkpoint's marker need not be synced, because even an empty one permits removal after a power failure.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
@@ -443,7 +443,7 @@ class LocalCommit(PendingCheckpoint):
         self._phase = Phase.WRITING
         self.location.sync_directory()  # the marker must be durable before anything else is written
         if self._old is not None and not self.continues:
-            # The last save removed these folders and then its marker, but a power failure may restore folders alone.
+            # The last save removed these folders before its marker, but a power failure may have restored the folders.
             self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
             remove_folders(self._parts, self._stale, self._old)
         for item, folder in self.folders.items():

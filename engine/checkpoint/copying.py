@@ -77,7 +77,7 @@ class Throttle:
 
     @property
     def piece(self) -> int:
-        """The number of bytes to transfer at a time, which is lower at a low rate to avoid long pauses."""
+        """The number of bytes to transfer at a time, which is smaller at low rates to avoid long pauses."""
         return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
 
     def take(self, count: int) -> None:

@@ -36,7 +36,7 @@ _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in o
 
 
 class CommitParts:
-    """Hooks that extend the commit to other kinds of checkpoints. By default, items are folders at the root.
+    """Hooks that extend the commit protocol to other kinds of checkpoints. By default, items are folders at the root.
 
     Checkpoints whose parts have their own directories use a subclass. Only the record at the root is authoritative. The
     documents of parts are derived from the record, removed before it changes (:meth:`withdraw`) and written afterwards
@@ -51,7 +51,7 @@ class CommitParts:
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if a save of this kind may have created a folder; the paths in a marker must be checked."""
+        """Return True if a save of this kind may have created a folder. Use this to check the paths in a marker."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
@@ -146,7 +146,7 @@ def remove_empty(location: Location) -> None:
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
-    """Delete a checkpoint, with its record first so that it is invalid immediately; the record may be passed."""
+    """Delete a checkpoint, starting with its record so that it is immediately invalid. A known record may be passed."""
     items = () if record is None else record.items.values()
     if location.is_remote and record is not None and all(item.is_archive for item in items):
         names = names_in(location) | folders_of(record)
@@ -244,7 +244,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # the record has been deleted since, or is not readable
+    except (CheckpointNotFoundError, FormatVersionError):  # deleted since, or of an unsupported version
         return False
     except DamagedCheckpointError:  # keep the data, so that the user can inspect it
         if tells and PARTIAL in names:  # without locks, the save may still be running

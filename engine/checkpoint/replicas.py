@@ -98,7 +98,7 @@ def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[st
     strangers = [number for number, (structure, *_) in enumerate(gathered) if structure != gathered[0][0]]
     if strangers:
         return first_lines([f"process {number} has another tree than process 0" for number in strangers])
-    expected = np.full(len(names), _NOT_HERE, np.int64)  # digests by the first holders of the parts
+    expected = np.full(len(names), _NOT_HERE, np.int64)  # digest of each part on its first holder
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
     for process, (_, *numbers) in enumerate(gathered):

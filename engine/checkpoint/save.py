@@ -227,7 +227,7 @@ class Save:
 
 
 def commit_protocol(location: Location) -> type[PendingCheckpoint]:
-    """Return the commit protocol for a location, which is a different one for object stores."""
+    """Return the commit protocol for a location, which depends on whether it is in an object store."""
     if not location.is_remote:
         return LocalCommit
     from .store_commit import StoreCommit
@@ -257,7 +257,7 @@ _Committed = tuple[CheckpointRecord, int, int]
 
 @dataclass
 class Primary:
-    """The role of process 0, or of the only process: to create the folders, merge the shares, and commit."""
+    """The role of process 0 or of the only process, which creates the folders, merges the shares, and commits."""
 
     pending: PendingCheckpoint
     rendezvous: Rendezvous | None
@@ -339,7 +339,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes: to write their shares, and send fragments to process 0, large ones as files."""
+    """The role of all other processes, which write their shares and pass fragments to process 0, in files if large."""
 
     location: Location
     items: Sequence[str]

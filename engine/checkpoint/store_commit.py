@@ -20,7 +20,7 @@ after the crash in ...        the prefix has ...                                
 WRITING                       the marker and objects, and any old record with its  the next save after its commit,
                               objects                                              or a sweep
 WRITING, without a marker     archives                                             the same, or a sweep of the run
-RECORDED                      the same as above, or the new record                 the same, unless recorded
+RECORDED                      either of the above, or the new record               as above, or as for COMMITTED
 COMMITTED, during clean-up    the new record, old objects, and any marker          the next save, or a sweep
 late requests of a dead save  folders with the token of the save                   the next sweep, by the listing
 ============================  ===================================================  ================================

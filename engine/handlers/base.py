@@ -26,7 +26,7 @@ Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to i
 # Maximum bytes of an item packed into one file, so that reading it takes no longer than another request to a store.
 SMALL_ITEM = 256 << 10
 
-# Arguments that the engine, but not callers of a checkpointer, may pass to handlers.
+# Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 

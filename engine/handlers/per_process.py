@@ -78,7 +78,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         Args:
             directory: The folder of the item.
             item: The template, as for trees.
-            process: The index of another process whose tree to restore instead.
+            process: The index of another process, whose tree is restored instead.
             every: If the number of processes has changed, return the trees of all saved processes as
                 :class:`SavedShares`, without a warning.
             files: The folder's files, as listed in the commit record.

@@ -66,9 +66,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         type_handler_registry: Handlers for leaves of user-defined types; None uses the default registry, to which
             ``register_type_handler`` adds handlers.
         aggregate_handler: The handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None uses msgpack.
-        pinned_bytes: The maximum bytes of pinned host memory for snapshots of GPU arrays. It is reused, and GPUs
-            copy to it while the program continues. Saves block until arrays that do not fit have been copied. None
-            uses half of the machine's memory, divided by the number of its processes; 0 disables pinned memory.
+        pinned_bytes: The maximum bytes of pinned host memory for snapshots of GPU arrays. This memory is reused, and
+            GPUs copy to it while the program continues. Saves block until arrays that do not fit have been copied.
+            None uses half of the machine's memory, divided by the number of its processes; 0 disables pinned memory.
         use_ocdbt: Must be true, because arrays are always stored in an OCDBT database. The argument exists only for
             compatibility with Orbax.
     """

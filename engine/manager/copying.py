@@ -41,7 +41,7 @@ class CopyReport:
         path: The path or URL of the copy.
         step: The checkpoint's step, or None if it was not saved by a manager.
         bytes: The total size of the checkpoint's files in bytes.
-        sent: The bytes that this call transferred, without files that already existed or were copied by the store.
+        sent: The bytes that this call transferred, excluding files that already existed or were copied by the store.
     """
 
     source: str
@@ -66,15 +66,15 @@ def copy_checkpoint(
     all of its files are durable, so an interrupted call leaves no checkpoint; repeating it transfers only the missing
     files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with credentials
     in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is held in memory
-    while it is uploaded, three times at the peak. If several processes call this function, process 0 copies the files
-    while the others wait.
+    while it is uploaded, with a peak of three times its size. If several processes call this function, process 0 copies
+    the files while the others wait.
 
     Args:
-        source: A holdfast checkpoint, or the directory of a run: a path or a URL.
+        source: The path or URL of a holdfast checkpoint or of a run's directory.
         destination: The path or URL of the copied checkpoint or run. A run's metadata and options are copied with its
             steps; steps that already exist at the destination are not copied again.
         overwrite: Replace a different checkpoint at the destination.
-        max_bandwidth: The maximum bytes per second, or text such as ``"50 MB/s"``; None for no limit.
+        max_bandwidth: The maximum rate in bytes per second, or as text such as ``"50 MB/s"``; None for no limit.
         progress: Receives the total size and the progress in bytes, including files that need not be copied again.
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
@@ -88,7 +88,7 @@ def copy_checkpoint(
         DamagedCheckpointError: The source is damaged; the message names the files. Intact steps of a run are copied.
         OwnershipError: A run is writing to the destination.
         StorageError: The source cannot be read, or the destination cannot be written.
-        PeerFailedError: The copy failed on process 0; raised on the other processes.
+        PeerFailedError: The copy failed on process 0. This error is raised on the other processes.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -176,7 +176,7 @@ class _Copy:
                         # The entry's record includes metrics added by other programs.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                    except CheckpointNotFoundError:  # the run deleted the step in the meantime
+                    except CheckpointNotFoundError:  # the run has deleted the step since
                         continue
                     except DamagedCheckpointError as error:
                         damaged.append(f"step {entry.step}: {error}")

@@ -1,8 +1,8 @@
 """Decide when to save, agree on it across processes, and track the steps of an abandoned branch.
 
 Triggers evaluate one :class:`Moment` of a training loop, and :func:`decide` combines them. Most steps require no
-communication, because each process evaluates the triggers that depend only on the step. Time and metrics may differ
-between processes, and only process 0 knows whether a save failed, so processes agree at steps set by `SyncSchedule`.
+communication, because each process evaluates the triggers that depend only on the step. For other triggers and failed
+saves, the processes follow process 0 at steps chosen by :class:`SyncSchedule`, because time and metrics may differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # imported lazily: it imports random and decimal, which listing checkpoints does not need
+    import statistics  # imported lazily because it imports random and decimal, which a listing does not need
 
     return statistics.median(values)
 
@@ -60,7 +60,7 @@ class Moment:
         step: The number of completed optimizer updates.
         previous: The step of the last save or restore, or else the step before the run's first step; None if unknown.
         now: The current time of the monotonic clock, in seconds.
-        last: The monotonic time of the last save, or else of the start of the run; None disables periods in time.
+        last: The monotonic time of the last save, or else of the start of the run; None disables time-based policies.
         metrics: The metrics of this step, or None.
         earlier: The committed steps with their stored metrics.
         saved: Whether a checkpoint of this step already exists.
@@ -80,7 +80,7 @@ class SavePolicy(Protocol):
     """A policy for ``save=`` that decides when to save; subclass it, or implement its three members.
 
     If several policies are given, a step is saved when any of them returns a reason. Time and metrics may differ
-    between processes, so only process 0 evaluates the policies that depend on them, and the other processes follow it.
+    between processes, so only process 0 evaluates policies that depend on them, and the others follow its decision.
 
     >>> class AtPowersOfTwo(SavePolicy):
     ...     def reason(self, moment):
@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # newest first, because they are usually the hardest to beat
+        for info in reversed(moment.earlier):  # newest first, because they are usually hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -161,7 +161,8 @@ class SyncSchedule:
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        self._outcome: tuple[int, int] | None = None  # step of the next check of the last save, and the gap after it
+        # The step at which to check whether the last save succeeded, and the number of steps until the next check.
+        self._outcome: tuple[int, int] | None = None
         self.answers: Mapping[int, Decision] = {}  # the last agreed decision, keyed by its step
         self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
 
@@ -238,7 +239,7 @@ class StepPace:
 
 
 class SaveDecisions:
-    """Decides at each step of a run whether to save; intervals are measured from the start of the last good save."""
+    """Decides at each step whether to save. Intervals are measured from the start of the last successful save."""
 
     # The loop may continue while a save is written. If the save fails, intervals are measured from the previous one
     # again, so the next step is due. Processes may notice this at different steps, so process 0 reports it to all.
@@ -276,7 +277,7 @@ class SaveDecisions:
         self._schedule.save_began(step)
 
     def save_ended(self, *, failed: bool) -> None:
-        """Record whether the save failed; called on the thread that wrote it."""
+        """Record whether the save failed; called on the saving thread."""
         if failed and self._processes.alone:
             self._last = self._before
         self._failed = failed
@@ -344,7 +345,7 @@ class AbandonedSteps:
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
+        """Record that a save starts; warn once about later steps unless the save marks them as left (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

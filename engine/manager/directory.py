@@ -111,7 +111,7 @@ def record_metrics(
     metrics before it deletes further steps; ``best_step``, ``metrics`` and ``holdfast ls`` include them at once.
 
     Args:
-        directory: The directory of the run: a path or a URL.
+        directory: The path or URL of the run's directory.
         step: A committed step.
         metrics: Numbers, as for a manager's ``save``. They replace the step's metrics of the same name.
         step_prefix: The ``step_prefix`` option of the run, if it has one.
@@ -251,7 +251,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Record before a deletion that no run may restore the step from the mirror, nor any existing local step."""
+        """Record before a deletion that no run may restore the step from the mirror, or any existing local step."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -274,7 +274,7 @@ class RunDirectory(StepIndex):
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Store the branches whose local steps may be restored, if the run has local steps and they have changed."""
+        """Store the branches whose local steps may be restored, if the run has local steps and its branches change."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
@@ -300,7 +300,7 @@ class RunDirectory(StepIndex):
                 self.collect()
 
     def _sweep(self, location: Location, listing: Location | None = None, *, raises: bool = False) -> None:
-        """Remove leftovers of interrupted saves from a step's folder, optionally listed from a snapshot."""
+        """Remove leftovers of interrupted saves from a step's folder; ``listing`` is a snapshot of the folder."""
         lock = SaveLock(location / PARTIAL)
         try:
             if location.is_link() or is_swept([entry.name for entry in (listing or location).entries()]):
@@ -314,7 +314,7 @@ class RunDirectory(StepIndex):
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
                 # An earlier run may have been killed between creating and locking the folder. A newer folder is kept
-                # because another program may be about to fill it. The file system sets both of the compared times.
+                # because another program may be about to fill it. The times are comparable: the file system sets both.
                 with contextlib.suppress(OSError):  # usually because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -322,7 +322,7 @@ class RunDirectory(StepIndex):
             if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
-            # A running save holds a regular file as its marker, so a folder with a strange one is not in use.
+            # The marker of a running save is a regular file, so this folder is not in use.
             if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
@@ -333,7 +333,7 @@ class RunDirectory(StepIndex):
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
-            # Merge metrics from other programs first; otherwise they would override ``metrics`` as more recent ones.
+            # Merge metrics from other programs first, because they would otherwise take precedence over ``metrics``.
             folder = self.step_location(step).name
             added = self._late.files_of(folder)
             record = with_late(record, self._late.of(folder))
@@ -377,7 +377,7 @@ class RunDirectory(StepIndex):
                     delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
-                if not is_there:  # without a record, the step is deleted, and the next sweep removes its files
+                if not is_there:  # a step without a record is deleted, and the next sweep removes its files
                     self.add(step, None)
                 if is_there or not is_strange(error):
                     raise
@@ -388,7 +388,7 @@ class RunDirectory(StepIndex):
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Move aside a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
-        # The folder may become readable again, and the target of a link is not part of the run: delete neither.
+        # Delete neither, because the folder may become readable again and a link's target is not part of the run.
         error, folder = self._indexed(step).error, self.step_location(step)
         # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()

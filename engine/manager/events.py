@@ -1,7 +1,7 @@
 """The events of a run, stored in ``events.jsonl`` in its directory.
 
 Users, reports and supervisors read the events, and ``save_interval_secs="auto"`` learns from them. Nothing else depends
-on them, so an unreadable or unwritable file is not an error. Readers skip incomplete lines. Object stores have no file.
+on them, so file errors are ignored, and readers skip incomplete lines. Runs in object stores have no events file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..storage import Location, append_line, open_own
 _logger = logging.getLogger("holdfast")
 
 EVENTS = "events.jsonl"  # name of the events file
-ROTATED = "events.1.jsonl"  # its name after rotation
-_LIMIT = 8 << 20  # bytes before the file is rotated
+ROTATED = "events.1.jsonl"  # name of the events file after rotation
+_LIMIT = 8 << 20  # size in bytes at which the file is rotated
 _MOST = 8 * _LIMIT  # maximum bytes read from a file
 _METRICS = 64  # maximum number of metrics in an event
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
 _EARLY = 8  # maximum number of events buffered until the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # token that identifies the process, because PIDs are reused (PID 1 in containers)
+_PROGRAM = os.urandom(6).hex()  # token of the process, because PIDs are reused, such as PID 1 in containers
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -82,11 +82,11 @@ class RunEvents:
         self._listeners.append(guarded(listener))
 
     def earlier(self) -> list[dict[str, Any]]:
-        """Return the stored events, oldest first; an empty list for a run in an object store."""
+        """Return the stored events, oldest first, or an empty list for a run in an object store."""
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Record that the run has acquired its directory, and that ``newest`` is the newest step there."""
+        """Record that the run has acquired its directory, in which ``newest`` is the newest step."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
@@ -184,7 +184,7 @@ def event_scalars(event: Event) -> dict[str, float]:
     Returns:
         For ``saved``: ``checkpoint/bytes``, ``checkpoint/shared_bytes``, ``checkpoint/blocked_seconds`` and
         ``checkpoint/total_seconds``. For ``restored``: ``checkpoint/restore_seconds`` and ``checkpoint/skipped``, the
-        number of damaged steps. For ``save_failed``, ``preempted`` and ``failed``: 1, such as ``checkpoint/failed``.
+        number of damaged steps. For ``save_failed``, ``preempted`` and ``failed``: ``checkpoint/<event>``, which is 1.
 
     >>> event_scalars({"event": "restored", "step": 7, "seconds": 0.5, "skipped": []})
     {'checkpoint/restore_seconds': 0.5, 'checkpoint/skipped': 0}
@@ -200,7 +200,7 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Select the metrics to include in an event: the first ones, without long lists; None if there are none."""
+    """Return the first metrics for an event, omitting long lists, or None if there are no metrics."""
     pairs = (metrics or {}).items()
     short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
     return dict(islice(short, _METRICS)) or None

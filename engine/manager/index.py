@@ -1,4 +1,4 @@
-"""The index of the steps of one series: their commit records, folders and detected damage."""
+"""The index of one series of steps, with their commit records, folders and detected damage."""
 
 from __future__ import annotations
 
@@ -132,13 +132,13 @@ class StepIndex:
                 now = index.get(step)
                 if now is None and before.is_absent:
                     index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # data found damaged
+                elif now and now.record and before.error and before.record and not forget:  # its data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Record that a step has been committed or its record replaced, or with None, that it has been deleted."""
+        """Record that a step has been committed or its record replaced; None records a deletion."""
         with self._lock:
             late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _committed(step, with_late(record, late)))

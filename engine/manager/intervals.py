@@ -1,11 +1,11 @@
-"""Periodic policies, and an interval learned from a run's events to lose as little training time as possible.
+"""Periodic policies, and a save interval that is learned from a run's events to minimize the lost training time.
 
 Saves that cost ``C`` seconds each, at an interval of ``T`` seconds, take the fraction ``C / T`` of the time. Failures,
 which occur every ``M`` seconds on average, each lose half an interval, plus the time until a save is durable and the
 time to resume, which do not depend on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order
 approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum
 checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not affect the optimum, and
-that this estimate is accurate to 10 % if a save costs less than a seventh of the time between failures.
+that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time between failures.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
-_MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
+_MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures per day
 _RECENT = 20  # number of recent saves and resumes used for medians
-_NOTABLE = 0.1  # smallest relative change of the interval worth reporting
+_NOTABLE = 0.1  # minimum relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
@@ -154,7 +154,7 @@ class Loss:
     """The training time that a save interval is expected to lose, in seconds per day."""
 
     saving: float  # time lost because the loop waits for saves or is slowed down by them
-    failing: float  # time lost to repeat work after failures, and to resume
+    failing: float  # time lost by resuming after failures and repeating work
 
     @property
     def together(self) -> float:
@@ -197,7 +197,7 @@ class Experience:
 
     @property
     def cost(self) -> float | None:
-        """The median training time that a recent save cost, in seconds; None before the first save.
+        """The median training time that recent saves cost, in seconds; None before the first save.
 
         The cost of a save is how long the loop waits for it, excluding the wait for the previous save, plus the time
         that steps lose while the save is written.
@@ -206,7 +206,7 @@ class Experience:
 
     @property
     def durable(self) -> float:
-        """The median time from the start of a recent save until it was durable, in seconds."""
+        """The median time from the start of recent saves until they were durable, in seconds."""
         return median(self._totals) if self._totals else 0.0
 
     @property
@@ -300,7 +300,7 @@ class Experience:
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                # A program may create several managers, such as in a notebook; this does not end an attempt.
+                # A running program may create another manager, such as in a notebook, which is not a failure.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
@@ -336,7 +336,7 @@ class Experience:
 
 @dataclass
 class LearnedInterval(SavePolicy):
-    """Saves at the interval that is expected to lose the least training time, learned from events, within bounds.
+    """Saves at the interval, learned from events within bounds, that is expected to lose the least training time.
 
     The first save is due after the lower bound, because the cost of a save is not known earlier.
     """

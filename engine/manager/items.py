@@ -61,7 +61,7 @@ class ItemSet:
             raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
         self._rare = frozenset(rare)  # items that only some checkpoints have
         handlers = {name: checkpointer.handler for name, checkpointer in self._checkpointers.items()}
-        self._written = {  # per item, data files of the steps so far that later steps may share
+        self._written = {  # for each item, data files of earlier steps that later steps may share
             name: WrittenSteps()
             for name, handler in handlers.items()
             if reuse and isinstance(handler, PreparedCheckpointHandler) and handler.reuses
@@ -70,7 +70,7 @@ class ItemSet:
         self._optional = self._rare | {name for name, handler in handlers.items() if handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
-        """Return the items with an interval that a restore requests but this checkpoint lacks."""
+        """Return the items of ``item_intervals`` that a restore requests but this checkpoint lacks."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 
@@ -115,7 +115,7 @@ class ItemSet:
             yield
 
     def damage_found(self) -> None:
-        """Stop sharing files with earlier steps, any of which may contain the damaged file."""
+        """Stop sharing files with earlier steps, because any of them may contain the damaged file."""
         for written in self._written.values():
             written.forget()
 

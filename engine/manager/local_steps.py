@@ -1,4 +1,4 @@
-"""Find the host-local steps of a run: where their files and copies are, and which steps are complete.
+"""Find the host-local steps of a run, the hosts that have their files and copies, and the newest complete step.
 
 At the start, a run collects the file lists of all hosts. A step is complete if every file is on some host. Each host
 verifies the checksums of its files of the newest complete step. :class:`~..storage.ScatteredFiles` reads files on this
@@ -130,7 +130,7 @@ class _Host:
     name: str
     domain: str
     url: str
-    leader: int  # the first process on the host, which serves and copies files for it
+    leader: int  # the first process on the host, which serves and copies files for the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class LocalHosts:
         self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
-        self._elsewhere: dict[int, str] = {}  # reasons not to use steps of possibly another run; only on process 0
-        self.unused: dict[int, str] = {}  # reasons not to use steps, such as missing files
+        self._elsewhere: dict[int, str] = {}  # on process 0, reasons not to use steps that may belong to another run
+        self.unused: dict[int, str] = {}  # reasons not to use other steps, such as missing files
         self.program: _Program
         try:
             self._open(options)
@@ -339,7 +339,7 @@ class LocalHosts:
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)
-        newest = max(self._run.steps(), default=-1)  # the directory may have a newer version of an equal step
+        newest = max(self._run.steps(), default=-1)  # the directory may have a newer version of the step
         whole = next((w for w in counting if (w.step > newest if step is None else w.step == step)), None)
         document = whole and {"folder": whole.folder, "record": whole.record.to_document(), "holders": whole.holders}
         return {"whole": document, "unused": list(unused.items())}
@@ -378,7 +378,7 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        self.unused, self.further, self.left = {}, set(), set()  # not cleared: other threads may iterate over them
+        self.unused, self.further, self.left = {}, set(), set()  # not cleared, because other threads may iterate
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
         """Check this host's files with a checksum in the commit record, or all others; return the damaged ones."""
@@ -445,7 +445,7 @@ class LocalHosts:
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
 
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
-        """Create the run's folder on all hosts; raise StorageError on all processes if any host cannot."""
+        """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
         # Use the rendezvous of the local save, because processes that have failed earlier have left it.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
@@ -486,7 +486,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step, or None if it is unreadable, because another host may have it."""
+    """Return the commit record of a local step, or None if it is unreadable, because another host may have a copy."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:

@@ -65,12 +65,12 @@ class LocalTier(StepPlace):
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
         self._previous: int | None = None  # the step from which the interval to the next local save is measured
         self._seen: int | None = None  # the last step that the program reported
-        self._before: int | None = None  # the second to last step reported, unless the run has gone back since
+        self._before: int | None = None  # the step reported before that, unless the run has since gone back
         self._newest = -1  # the highest local step in the history
         # The step of a restore after the first step, which may only be an inspection, and whether it was a local step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # raised when a save lost contact with other processes; fails the next save
+        self._lost: Exception | None = None  # error of a save that lost contact with processes, raised by the next
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # number of saves since the last event about saves
@@ -224,7 +224,7 @@ class LocalTier(StepPlace):
         content: StepContent,
         due_items: Callable[[StepContent], Mapping[str, ItemToSave]],
     ) -> bool:
-        """Save a step locally if it is due, with writing and copying in the background; return whether it was due."""
+        """Save a step locally if it is due, writing and copying files in the background; return whether it was due."""
         began, step = time.perf_counter(), content.step
         if not self.due(step):
             return False
@@ -259,7 +259,7 @@ class LocalTier(StepPlace):
                     self.background.start(complete, what=f"the local step {step}", step=step)
                 else:
                     complete()
-            except BaseException as error:  # an interrupt, or no more threads are available
+            except BaseException as error:  # an interrupt, or a failure to start a thread
                 save.give_up(error)
                 raise
         return True
@@ -285,7 +285,7 @@ class LocalTier(StepPlace):
             try:
                 self._space = self._hosts.make_folder(rendezvous)
             except (StorageError, PeerFailedError) as error:
-                if missed_a_process(error):  # the processes' store may be gone
+                if missed_a_process(error):  # the coordination store may be gone
                     raise
                 self._failed(step, error)
                 leave_save(rendezvous, error)

@@ -44,7 +44,7 @@ class CheckpointManager(ExplainsNames):
 
     A manager must be used from one thread only. Any number of managers may read a directory, but only one at a time may
     write to it. In a program with several processes, every process creates a manager and calls the same methods at the
-    same steps. All processes save together, but only process 0 deletes steps and decides on time and metrics.
+    same steps. All processes save together, but only process 0 deletes steps and evaluates time and metrics.
 
     Args:
         directory: The path or URL of the checkpoint directory, which the first save creates.
@@ -66,9 +66,9 @@ class CheckpointManager(ExplainsNames):
         observer: The run's observer.
 
     Raises:
-        CheckpointExistsError: The directory has no checkpoints of this run, but has some of another library or another
-            ``step_prefix``, among which the run would start from 0. A ``read_only`` manager opens the directory, and
-            restores Orbax steps.
+        CheckpointExistsError: The directory contains no checkpoints of this run, but checkpoints of another library or
+            another ``step_prefix``, next to which the run would start from step 0. A ``read_only`` manager can open the
+            directory and restore Orbax steps.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -152,7 +152,7 @@ class CheckpointManager(ExplainsNames):
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
         """Copy the newest step to the mirror even if it is not due, and stop mirroring, as :meth:`close` does.
 
-        If the mirror then still lacks the newest step, a warning names the step and says what to do.
+        If the mirror still lacks the newest step afterwards, a warning names the step and says what to do.
 
         Args:
             timeout_secs: The maximum time to wait, in seconds. The call returns immediately if the copy would take
@@ -181,7 +181,7 @@ class CheckpointManager(ExplainsNames):
         return max(here.union(self._steps.borrowed), default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step includes an item, so that a loop need not collect a large item in vain.
+        """Return whether a save at a step includes an item, so that a loop collects a large item only if needed.
 
         Args:
             item: The name of the item.
@@ -190,7 +190,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step according to ``best_fn``, or None if no step can be ranked; by default, the newest."""
+        """Return the best step by ``best_fn``, or None if no step has its metric; without ``best_fn``, the newest."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -209,7 +209,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics of a step in the form in which they were given, or None if it has no metrics.
+        """Return the metrics of a step in the form in which they were passed, or None if it has no metrics.
 
         Args:
             step: The step.
@@ -289,10 +289,9 @@ class CheckpointManager(ExplainsNames):
         Args:
             step: The step; None for the newest intact step.
             items: A template, or if the manager has several items, a dictionary of templates for the items to restore;
-                None restores all items. An item of ``item_intervals`` that the step lacks is omitted, with a warning
-                that names the newest step with the item, which can be read with
-                ``restore(manager.latest_step("replay"), {"replay": None})``. Without a template, arrays are restored
-                as numpy arrays, or as torch tensors if the program has imported torch.
+                None restores all items. Items of ``item_intervals`` that the step lacks are omitted with a warning, and
+                can be restored separately: ``restore(manager.latest_step("replay"), {"replay": None})``. Without a
+                template, arrays are numpy arrays, or torch tensors if the program has imported torch.
             restore_kwargs: Additional arguments for the handler, or a dictionary of such arguments by item.
 
         Returns:
@@ -369,7 +368,7 @@ class CheckpointManager(ExplainsNames):
 
     @property
     def resumed_from(self) -> int | None:
-        """The step of the last restore, from which the run resumes; None if nothing was restored."""
+        """The step of the last restore, from which the run resumes; None if no step was restored."""
         return self._abandoned.resumed_from
 
     # ---- saving
@@ -417,7 +416,8 @@ class CheckpointManager(ExplainsNames):
             reason: The reason for the save in the log and the commit record; None uses the triggers' reason.
 
         Returns:
-            Whether the save was started or completed. A step folder that contains other files prevents it.
+            True if the step was saved, or if its background save has started. Other files in the step's folder prevent
+            a save.
 
         Raises:
             SaveFailedError: The previous background save failed. This step is still saved, unless another process did
@@ -584,7 +584,7 @@ class CheckpointManager(ExplainsNames):
         return self._background.running
 
     def wait_until_finished(self) -> None:
-        """Wait until the current save is durable, including host-local saves, but not for the mirror.
+        """Wait until the current saves, including host-local saves, are durable; do not wait for the mirror.
 
         Raises:
             SaveFailedError: The save failed.
@@ -668,7 +668,7 @@ def elsewhere(manager: CheckpointManager, step: object) -> str:
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """If the block, which prepares a save or a local save, fails, report this to the other processes immediately."""
+    """Report to the other processes immediately if the block, which precedes a save or a local save, fails."""
     try:
         yield
     except BaseException as error:
@@ -680,7 +680,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:
-    """Apply pending deletions and pins to the run's former mirror without copying steps; return whether this worked."""
+    """Apply pending deletions and pins to the run's former mirror, but copy no steps; return whether this succeeded."""
     manager.acquire()
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:

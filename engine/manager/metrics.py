@@ -185,7 +185,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has been reported, or the warning logged
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check the metrics of a step without device transfers; ``saved`` are the values of the saved steps."""
+        """Check the metrics of a step without device transfers; ``saved`` are the metric's values at saved steps."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return a metric's name if its value is not a number, or else None; and the value, or ``_ABSENT``."""
+    """Return the name of a metric, or None if it is a number, and its value, or ``_ABSENT`` if it is missing."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

@@ -1,7 +1,7 @@
 """Mirror a run: a thread copies committed steps to a second directory, from which a new run can fetch them.
 
 The mirror has the same layout and commit protocol as the run's directory, a single writer, and its own retention rules.
-Only process 0 copies. Its thread copies the newest step that is due, and skips earlier steps if it falls behind; the
+The thread runs on process 0. It copies the newest step that is due, and skips earlier steps if it falls behind; the
 run does not delete a step that is being copied. While the run saves to a local disk, the thread is throttled to a
 minimum, except at the end of the run. The thread logs each type of error once, and retries with exponential backoff.
 Training waits for the mirror only for a limited time at the end of the run.
@@ -63,7 +63,7 @@ class MirrorStatus:
         step: The newest intact step in the mirror; None if there is none, or if the mirror has not been reached yet.
         copying: The step that is being copied, or None.
         bytes_left: The bytes of the run's newest step that the mirror still lacks.
-        bytes_per_second: The rate of the last copy, excluding times of saves, or None before the first copy.
+        bytes_per_second: The rate of the last copy, excluding the time during saves, or None before the first copy.
         error: Why the last attempt failed, or None if it succeeded.
     """
 
@@ -76,7 +76,7 @@ class MirrorStatus:
 
 
 class _Copying:
-    """The throttle, the progress and the rate of a copy; times in which a save delays the copy are not measured."""
+    """The throttle, progress and rate of a copy. The rate excludes the time during which a save delays the copy."""
 
     def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
@@ -160,7 +160,7 @@ class RunMirror(StepPlace):
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
-        steps = self.steps(required=not self._run.steps_and_damaged())  # without own steps, the mirror must be readable
+        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without steps must read the mirror
         newer = [step for step in reversed(steps) if step > newest]
         far = self._far
         for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
@@ -199,7 +199,7 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read before the step, because the mirror deletes steps before tombstones
+            tombstones = run.tombstones  # read before the step, because the mirror deletes a step before its tombstone
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -302,11 +302,11 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step even if it is not due, within ``timeout`` seconds (None: ``wait_secs``); then stop."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # copy the witness records added since
+        if self._ending.is_set() and self._has_finished:  # copy witness records that were added later
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
-        elif self._thread is None:  # the manager has not written anything
+        elif self._thread is None:  # the manager has only read
             self._end()
         elif not self._ending.is_set():
             deadline = time.monotonic() + limit
@@ -426,7 +426,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete steps from the mirror, last one first, that the run explicitly deleted and has not saved again."""
+        """Delete from the mirror, last one first, the steps that the run explicitly deleted and has not saved again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None

@@ -99,7 +99,7 @@ def shown_call(taker: object, directory: object, options: Any) -> str:
 
 
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown option; suggest the equivalent of an option of another library."""
+    """Raise UnknownArgumentError for an unknown option; suggest equivalents of other libraries' options."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
@@ -114,7 +114,7 @@ def explains_options(taker: F) -> F:
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """A second location for a run's checkpoints, to which steps are copied in the background, and back at the start.
+    """A second location for a run's steps, which are copied there in the background and fetched back at the start.
 
     Without an interval, every step is due. If copying is slower than saving, only the newest due step is copied.
     Without options for what to keep, the run's retention rules apply.
@@ -349,8 +349,8 @@ class CheckpointManagerOptions(ProgramPolicies):
             have the metric, the newest of the others are kept as well. None keeps all checkpoints.
         keep_latest: Also keep this many of the newest checkpoints, even if they are not among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
-        keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule, such as
-            about one checkpoint per hour for ``"1h"``.
+        keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule;
+            ``"1h"`` keeps about one checkpoint per hour.
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second location to which steps are copied in the background, such as ``s3://bucket/run``, or a
             ``Mirror`` with its own interval and limits. A run resumes from the newest step in either location.
@@ -365,7 +365,7 @@ class CheckpointManagerOptions(ProgramPolicies):
             instead of ``save_interval_steps`` and ``save_interval_secs``. A step is saved when any policy is due.
         keep: One or more policies for what to keep, such as ``hf.Every(steps=100, keep=5)`` or a custom
             ``hf.KeepPolicy``, instead of ``max_to_keep`` and the ``keep_...`` periods. By default, the ``hf.Every``
-            policies of ``save`` apply if any of them has ``keep``; otherwise, only other options limit what is kept.
+            policies of ``save`` apply if any has ``keep``; otherwise, everything is kept unless other options limit it.
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default, the other rules apply to
             them as well.
         item_intervals: For a manager with several items, a dictionary that maps items that only some checkpoints need,
@@ -373,7 +373,7 @@ class CheckpointManagerOptions(ProgramPolicies):
             multiple of its interval, and with ``force=True``. The newest checkpoint with the item is kept.
         step_prefix: Name step directories ``<step_prefix>_<step>`` instead of ``<step>``. The underscore is omitted
             after a prefix that ends in ``-``.
-        read_only: Save, delete and sweep nothing, so that the directory may belong to another run.
+        read_only: Never save, delete or sweep steps, so that the directory may belong to another run.
         save_timeout_secs: The maximum time to wait for a save: a number of seconds, or text such as ``"10m"``.
         barrier_timeout_secs: The maximum time to wait for the program's other processes before an error names the
             missing ones: a number of seconds, or text such as ``"10m"``.
@@ -436,7 +436,7 @@ def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
-    """Return the retention rules, which keep all steps without ``max_to_keep``, ``keep_latest`` and policies."""
+    """Return the retention rules, which keep all steps unless ``max_to_keep``, ``keep_latest`` or a policy is given."""
     rules: list[KeepPolicy] = [*options.policies()[1]]
     is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:

@@ -26,7 +26,7 @@ class StepPlace:
 
     @property
     def unused(self) -> Mapping[int, str]:
-        """A mapping from steps that are damaged or may belong to another run to the reasons."""
+        """The steps that are not used because they are damaged or may belong to another run, mapped to the reasons."""
         return {}
 
     def reached(self, point: Point, step: int) -> None:

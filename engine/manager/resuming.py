@@ -77,7 +77,7 @@ ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items,
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Restores steps, and records for the rest of the manager from which step the run resumes."""
+    """Restores steps, and informs the other components of a manager from which step the run resumes."""
 
     run: Run
     items: ItemSet
@@ -204,7 +204,7 @@ class StepRestorer:
             place.drop(step, damage.reason)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
-        """Replace a damaged step by a host-local one if this is the only process; return whether this succeeded."""
+        """Replace a damaged step with a host-local one if this is the only process; return whether this succeeded."""
         places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
         if not places:
             return False

@@ -64,7 +64,7 @@ def info_of(step: int, record: CheckpointRecord) -> StepInfo:
 
 
 def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
-    """Convert the intact steps of a directory for retention rules."""
+    """Convert the intact steps of a directory to the input of retention rules."""
     return [info_of(entry.step, entry.record) for entry in entries if entry.record is not None]
 
 
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric (newer ones if equal), or the newest others if too few have the metric."""
+    """Keeps the ``n`` best steps by a metric, preferring newer ones; if too few have the metric, also newest others."""
 
     n: int
     metric: Metric
@@ -130,7 +130,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepItem:
-    """Keeps the newest step that contains a given item, because not every step contains the item."""
+    """Keeps the newest step with a given item, which other steps may lack."""
 
     item: str
 
