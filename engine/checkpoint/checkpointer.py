@@ -72,14 +72,14 @@ class Checkpointer:
 
     @cached_property
     def _processes(self) -> ProcessGroup:
-        # Lazy, because a program may create a checkpointer before its processes are connected.
+        # Created lazily, because a program may create a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
         """Save an object.
 
         Args:
-            path: The path or URL of the checkpoint, which must not exist yet.
+            path: The path or URL of the checkpoint, which must not exist unless ``force`` is set.
             item: The object to save.
             force: Replace an existing checkpoint. After a crash, either the old or the new checkpoint is complete.
             **kwargs: Additional arguments for the handler.
@@ -88,7 +88,7 @@ class Checkpointer:
             The report of the save.
 
         Raises:
-            CheckpointExistsError: The path already exists.
+            CheckpointExistsError: The path exists, and ``force`` is not set or the path is not a checkpoint.
             UnsupportedLeafError: The object cannot be saved; nothing was written.
             StorageConflictError: Another save to this path is in progress.
             StorageError: The storage reported an error; no files are left behind.
@@ -201,7 +201,7 @@ class AsyncCheckpointer(Checkpointer):
         """Take a snapshot of an object and save it in the background.
 
         Args:
-            path: The path or URL of the checkpoint, which must not exist yet.
+            path: The path or URL of the checkpoint, which must not exist unless ``force`` is set.
             item: The object to save, which may be changed as soon as this method returns.
             force: Replace an existing checkpoint.
             **kwargs: Additional arguments for the handler.

@@ -345,7 +345,7 @@ class AbandonedSteps:
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record that a save starts; warn once about later steps unless the save marks them as left (``leaves``)."""
+        """Record that a save starts; warn once about later steps unless it marks them as abandoned (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

@@ -270,7 +270,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Convert a value for strict JSON, with None in place of NaN and infinities."""
+    """Convert a value to a form that strict JSON can represent, replacing NaN and infinities with None."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

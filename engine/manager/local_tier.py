@@ -65,7 +65,7 @@ class LocalTier(StepPlace):
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
         self._previous: int | None = None  # the step from which the interval to the next local save is measured
         self._seen: int | None = None  # the last step that the program reported
-        self._before: int | None = None  # the step reported before that, unless the run has since gone back
+        self._before: int | None = None  # the step reported before ``_seen``, unless the run has since gone back
         self._newest = -1  # the highest local step in the history
         # The step of a restore after the first step, which may only be an inspection, and whether it was a local step.
         self._restored: tuple[int, bool] | None = None

@@ -364,8 +364,9 @@ class CheckpointManagerOptions(ProgramPolicies):
         save: One or more policies for when to save, such as ``hf.Every(steps=100)`` or a custom ``hf.SavePolicy``,
             instead of ``save_interval_steps`` and ``save_interval_secs``. A step is saved when any policy is due.
         keep: One or more policies for what to keep, such as ``hf.Every(steps=100, keep=5)`` or a custom
-            ``hf.KeepPolicy``, instead of ``max_to_keep`` and the ``keep_...`` periods. By default, the ``hf.Every``
-            policies of ``save`` apply if any has ``keep``; otherwise, everything is kept unless other options limit it.
+            ``hf.KeepPolicy``, instead of ``max_to_keep``, ``keep_latest``, ``keep_period`` and ``keep_time_interval``.
+            By default, the ``hf.Every`` policies of ``save`` apply if any of them has ``keep``; otherwise, everything
+            is kept unless other options limit it.
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default, the other rules apply to
             them as well.
         item_intervals: For a manager with several items, a dictionary that maps items that only some checkpoints need,

@@ -41,7 +41,7 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None
     pinned: bool = False
     items: Collection[str] = ()
-    # Caches the last requested metric, because every save ranks all steps, but should call a function once per step.
+    # Caches the last requested metric, so that ranking all steps at each save calls a function only once per step.
     _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
