@@ -143,8 +143,8 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     """A handler that takes a snapshot without a folder, so that unsupported items fail before files are written.
 
     Attributes:
-        divides: Whether :meth:`prepare` accepts ``member=``, which is passed if several processes save together. The
-            snapshot may then omit data that is not in the share of this process.
+        divides: Whether :meth:`prepare` accepts ``member=``, the process whose share will be written, which is passed
+            if several processes save together. The snapshot may then omit data that is not in this share.
         reuses: Whether :meth:`prepare` accepts ``reuse=``, the data files of earlier steps, which managers pass so that
             unchanged arrays are not written again.
         layout: The data file sizes of the handler, if :meth:`prepare` accepts ``layout=`` to override them. A manager

@@ -110,7 +110,7 @@ class SavePolicy(Protocol):
 
 @dataclass(frozen=True)
 class OnBest:
-    """Saves when a metric is better than in every earlier checkpoint. Steps without the metric are not saved."""
+    """Saves when a metric is better than in every earlier checkpoint, but never at a step without the metric."""
 
     metric: Metric
     mode: Mode = "max"
