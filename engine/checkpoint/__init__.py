@@ -1,4 +1,4 @@
-"""Single checkpoints: the commit protocol, and synchronous and background saves."""
+"""Save, restore, copy and delete single checkpoints with an atomic commit protocol."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
 """Run one save at a time in the background, and raise its error exactly once.
 
-The thread is not a daemon: a program that ends during a save waits for it. If an error has not been raised when
-the interpreter exits, it is logged, and the process exits with a non-zero status.
+The thread is not a daemon, so a program that ends during a save waits for the save. If an error has not been raised
+when the interpreter exits, it is logged, and the process exits with a non-zero status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..streams import handlers_of
 
 _logger = logging.getLogger("holdfast")
 
-_HEAD_START = 0.005  # seconds; a save's thread waits at most this long to let the training loop continue first
+_HEAD_START = 0.005  # maximum seconds that a save's thread waits to let the training loop continue first
 
 
 class _UnderWay(NamedTuple):
@@ -33,17 +33,17 @@ class _UnderWay(NamedTuple):
 
 
 class BackgroundSave:
-    """Runs at most one background save at a time, and keeps its error until it is raised."""
+    """Runs at most one background save at a time, and keeps the error of a failed save until it is raised."""
 
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
-        self._current: _UnderWay | None = None  # the running save, or the last one until it has been waited for
+        self._current: _UnderWay | None = None  # the save in progress, or an ended save that has not been joined
         self._changing = Lock()  # guards `_current`, because several threads may save and wait
         self._error: SaveFailedError | None = None
 
     @property
     def running(self) -> bool:
-        """True if a save is under way."""
+        """True if a save is in progress."""
         current = self._current
         return current is not None and current.thread.is_alive()
 
@@ -55,7 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run ``work`` on a new thread, then ``ended``; the event passed to ``work`` is set once the program waits."""
+        """Run ``work`` and then ``ended`` on a new thread; the event passed to ``work`` is set if the program waits."""
 
         def run() -> None:
             # Let the training loop continue first, because this thread may hold the GIL for milliseconds.
@@ -76,7 +76,7 @@ class BackgroundSave:
                 ended(result, failure)
 
         awaited = threading.Event()
-        started = threading.Lock()  # local to this call: a process forked now needs no lock of the thread
+        started = threading.Lock()  # local to this call, because a forked process must not depend on it
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
@@ -86,19 +86,19 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # an interrupt (the thread may be running), or no more threads are available
+            except BaseException:  # an interrupt, after which the thread may be running, or a failure to start it
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
         started.release()
 
     def hurry(self) -> None:
-        """Tell the running save that the program is waiting for it."""
+        """Notify the running save that the program is waiting for it."""
         if (current := self._current) is not None:
             current.awaited.set()
 
     def join(self) -> None:
-        """Wait until no save is under way; its error is kept, not raised."""
+        """Wait until no save is in progress, and keep its error without raising it."""
         while True:
             with self._changing:  # lets another thread finish starting its save
                 current = self._current
@@ -113,7 +113,7 @@ class BackgroundSave:
                     current.step,
                 )
             with self._changing:
-                if self._current is current:  # unless another thread has begun the next save
+                if self._current is current:  # False if another thread has started the next save
                     self._current = None
 
     @property
@@ -128,17 +128,17 @@ class BackgroundSave:
         return error
 
     def wait(self) -> None:
-        """Wait until no save is under way; raise its error, if any."""
+        """Wait until no save is in progress; raise the error of a failed save."""
         self.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a failed save if it has not been raised yet. Does not wait."""
+        """Raise the error of a failed save, without waiting, if it has not been raised yet."""
         if (error := self.take_error()) is not None:
             raise error
 
 
-_unraised: set[BackgroundSave] = set()  # with an unraised error; kept here even if the program discards the manager
+_unraised: set[BackgroundSave] = set()  # saves with an unraised error, kept even if the program discards the manager
 
 _running: set[BackgroundSave] = set()
 
@@ -151,7 +151,7 @@ def at_exit(speak: Callable[[], None]) -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait for running saves after the main thread has ended, with a timeout: the interpreter would wait forever."""
+    """Wait for running saves after the main thread has ended; unlike the interpreter, give up after a timeout."""
     hanging = []
     for save in list(_running):
         try:
@@ -182,11 +182,11 @@ def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
     os._exit(1)  # the only way to set a non-zero exit status at this point
 
 
-# Exit functions run in reverse order. This one ends the process. Because it is registered when the engine is
-# loaded, it runs after the program's own exit functions.
+# Exit functions run in reverse order of registration. This one ends the process, but it is registered when the engine
+# is imported, so it runs after the program's own exit functions.
 atexit.register(_report_at_exit)
 
-# `concurrent.futures` does the same, because ordinary exit functions run only after all threads have ended.
+# Like `concurrent.futures`, use an early hook, because ordinary exit functions run only after all threads have ended.
 _register_early = getattr(threading, "_register_atexit", None)
 if _register_early is not None:
     _register_early(_wait_at_exit)

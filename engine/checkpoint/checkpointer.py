@@ -1,6 +1,6 @@
-"""Checkpointers save one object to one path atomically, synchronously or in the background, and restore it.
+"""Checkpointers, which atomically save an object to a path, synchronously or in the background, and restore it.
 
-The classes at the end read items with handlers, from holdfast checkpoints and from those of other libraries.
+The classes at the end use handlers to read items from checkpoints of holdfast and of other libraries.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """Saves one object at a time: when ``save`` returns, the checkpoint is durable.
+    """Saves one object at a time. When ``save`` returns, the checkpoint is durable.
 
-    In a program of several processes all of them call ``save`` with the same path, and write one checkpoint together.
+    In a program with several processes, all of them must call ``save`` with the same path to write one checkpoint.
 
     Args:
-        handler: Writes and reads one kind of object.
-        clock: Provides the time of the commit.
-        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
-            initialized; ``hf.processes.Alone()`` saves from this process alone.
-        barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
+        handler: The handler that writes and reads the object.
+        clock: The clock that provides the time of the commit.
+        coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
+            initialized; ``hf.processes.Alone()`` ignores other processes.
+        barrier_timeout_secs: The maximum time to wait for other processes, in seconds or as text such as ``"10m"``.
 
     >>> import tempfile, numpy as np
     >>> checkpointer = Checkpointer(PyTreeCheckpointHandler())
@@ -72,42 +72,42 @@ class Checkpointer:
 
     @cached_property
     def _processes(self) -> ProcessGroup:
-        # Lazy, because a program may create a checkpointer before its processes are connected.
+        # Created lazily, because a program may create a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
         """Save an object.
 
         Args:
-            path: Where to save it; nothing may exist there yet.
+            path: The path or URL of the checkpoint, which must not exist unless ``force`` is set.
             item: The object to save.
-            force: Replace an existing checkpoint. A crash leaves either the old one or the new one, complete.
-            **kwargs: Further arguments for the handler.
+            force: Replace an existing checkpoint. After a crash, either the old or the new checkpoint is complete.
+            **kwargs: Additional arguments for the handler.
 
         Returns:
             The report of the save.
 
         Raises:
-            CheckpointExistsError: Something already exists there.
+            CheckpointExistsError: The path exists, and ``force`` is not set or the path is not a checkpoint.
             UnsupportedLeafError: The object cannot be saved; nothing was written.
-            StorageConflictError: Another save to this path is under way.
-            StorageError: The storage reported an error; nothing is left behind.
+            StorageConflictError: Another save to this path is in progress.
+            StorageError: The storage reported an error; no files are left behind.
         """
         return self._complete(self._begin(path, item, force, kwargs))
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
-        """Restore an object; trees and JSON can also be restored from another library's checkpoint, such as Orbax's.
+        """Restore an object. Trees and JSON can also be restored from checkpoints of other libraries, such as Orbax.
 
         Args:
-            path: Where it was saved.
-            item: What to restore into, or a model for the result, if the handler uses one; for trees, a template.
-            **kwargs: Further arguments for the handler.
+            path: The path or URL of the checkpoint.
+            item: A template for the result, or the object to restore into, if the handler uses one.
+            **kwargs: Additional arguments for the handler.
 
         Returns:
-            The object.
+            The restored object.
 
         Raises:
-            CheckpointNotFoundError: No checkpoint has been committed there.
+            CheckpointNotFoundError: The path contains no committed checkpoint.
             DamagedCheckpointError: The stored data does not match its checksums.
         """
         return self._read(path, lambda stored, name: stored.restore(name, self.handler, item, kwargs))
@@ -116,7 +116,7 @@ class Checkpointer:
         """Return the structure of a saved object, with a description of every leaf, without reading its data.
 
         Args:
-            path: Where it was saved.
+            path: The path or URL of the checkpoint.
         """
         return self._read(path, lambda stored, name: stored.structure(name, self.handler))
 
@@ -130,7 +130,7 @@ class Checkpointer:
         )
 
     def _complete(self, save: Save, awaited: threading.Event | None = None) -> SaveReport | None:
-        """Write and commit a save; return None if it has already been abandoned."""
+        """Write and commit a save; return None if the save has already been aborted."""
         with save.completing() as claimed:
             if not claimed:
                 return None
@@ -162,17 +162,17 @@ class Checkpointer:
 
 
 class AsyncCheckpointer(Checkpointer):
-    """Like :class:`Checkpointer`, but ``save`` returns as soon as the object may be changed again.
+    """A :class:`Checkpointer` whose ``save`` returns as soon as the object may be changed again.
 
-    Saves run one at a time: the next one waits for the previous one. The error of a failed save is raised once: by the
-    next ``save`` (which is made nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
+    Saves run one at a time, so each save waits for the previous one. The error of a failed save is raised once, by the
+    next ``save`` (which still saves its object), ``wait_until_finished``, ``check_for_errors`` or ``close``.
 
     Args:
-        handler: Writes and reads one kind of object.
-        timeout_secs: Maximum time to wait for a save, in seconds; after that, an error is raised.
-        clock: Provides the time of the commit.
-        coordinator: How processes find each other; None detects it.
-        barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
+        handler: The handler that writes and reads the object.
+        timeout_secs: The maximum time to wait for a save, in seconds, before an error is raised.
+        clock: The clock that provides the time of the commit.
+        coordinator: Connects the processes, as for :class:`Checkpointer`.
+        barrier_timeout_secs: The maximum time to wait for other processes, in seconds or as text such as ``"10m"``.
     """
 
     background = True
@@ -201,13 +201,13 @@ class AsyncCheckpointer(Checkpointer):
         """Take a snapshot of an object and save it in the background.
 
         Args:
-            path: Where to save it; nothing may exist there yet.
-            item: The object to save; it may change as soon as this method returns.
+            path: The path or URL of the checkpoint, which must not exist unless ``force`` is set.
+            item: The object to save, which may be changed as soon as this method returns.
             force: Replace an existing checkpoint.
-            **kwargs: Further arguments for the handler.
+            **kwargs: Additional arguments for the handler.
 
         Raises:
-            SaveFailedError: The previous save failed; this one has been started nevertheless.
+            SaveFailedError: The previous save failed. The new save has still been started.
         """
         self._save.join()
         save = self._begin(path, item, force, kwargs)
@@ -224,20 +224,20 @@ class AsyncCheckpointer(Checkpointer):
             raise
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
-        """Wait for the save that is under way, then restore an object."""
+        """Wait for the save in progress, and then restore an object."""
         self._save.join()
         return super().restore(path, item, **kwargs)
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is under way. Raise SaveFailedError if it failed."""
+        """Wait for the save in progress; raise SaveFailedError if it fails."""
         self._save.wait()
 
     def check_for_errors(self) -> None:
-        """Raise SaveFailedError if a save has failed and its error has not been raised yet. Does not wait."""
+        """Raise SaveFailedError, without waiting, if a save has failed and its error has not been raised yet."""
         self._save.check()
 
     def close(self) -> None:
-        """Wait for the save that is under way. Raise SaveFailedError if it failed."""
+        """Wait for the save in progress; raise SaveFailedError if it fails."""
         self._save.wait()
 
     def __enter__(self) -> Self:
@@ -249,7 +249,7 @@ class AsyncCheckpointer(Checkpointer):
 
 def start_save(handler: AsyncCheckpointHandler, path: Place, item: Any, *, force: bool) -> Future[SaveReport]:
     """Take a snapshot of an object and save it in the background; several such saves may run concurrently."""
-    from .futures import SaveFuture  # imported lazily: concurrent.futures takes longer than a whole save
+    from .futures import SaveFuture  # imported lazily because importing concurrent.futures is slower than a save
 
     checkpointer = AsyncCheckpointer(handler)
     future = SaveFuture(checkpointer._save)
@@ -261,8 +261,8 @@ class PyTreeCheckpointer(Checkpointer):
     """A :class:`Checkpointer` for trees of arrays.
 
     Args:
-        clock: Provides the time of the commit.
-        coordinator: How processes find each other; None detects it.
+        clock: The clock that provides the time of the commit.
+        coordinator: Connects the processes, as for :class:`Checkpointer`.
     """
 
     def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None, **unknown: Never) -> None:
@@ -281,11 +281,11 @@ class OwnItems:
         self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item to restore for a checkpointer, which does not name its objects."""
+        """Return the name of the item that a checkpointer restores, because checkpointers do not name their objects."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read an item back; raise OptionError if it was written by a handler of another kind."""
+        """Restore an item; raise OptionError if it was saved by a handler of another kind."""
         saved = self.record.items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:

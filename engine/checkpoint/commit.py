@@ -1,31 +1,31 @@
-"""The commit protocol: how a checkpoint of any kind is created or replaced atomically.
+"""The commit protocol, which atomically creates or replaces a checkpoint of any kind.
 
 A save writes a marker into the checkpoint's directory, writes each item into a folder, makes everything durable, and
-writes the commit record last, in one atomic step. A crash before that leaves the previous state. To replace a
-checkpoint, the new items go into new folders next to the old ones; the record names the folders that count.
+writes the commit record last, in one atomic step. A crash before this step leaves the previous state intact. To replace
+a checkpoint, a save writes new folders next to the old ones, and its record lists the folders that are valid.
 
-:class:`LocalCommit` is for file systems and memory, ``StoreCommit`` for object stores (``store_commit.py``); both are
-subclasses of :class:`PendingCheckpoint`. :class:`CommitParts` extends them for checkpoints whose parts have their
-own directories.
+:class:`LocalCommit` is for file systems and memory, and ``StoreCommit`` (``store_commit.py``) for object stores; both
+are subclasses of :class:`PendingCheckpoint`. :class:`CommitParts` extends the protocol to checkpoints whose parts have
+their own directories.
 
-What a crash leaves on a file system, and what removes it:
+The effects of a crash on a file system, and the subsequent clean-up:
 
 ===============================  ============================================  =====================================
 after the crash in ...           the directory has ...                         the next save or sweep ...
 ===============================  ============================================  =====================================
-BEGUN, before the marker         nothing, or what was there                    sees nothing of it
-CLAIMED and WRITING              the marker and new folders; the old record    removes the folders that the marker
-                                 and its folders, if there was one             names; all, if there is no record
+BEGUN, before the marker         no files, or the previous files               finds no trace of the save
+CLAIMED and WRITING              the marker and new folders, and any old       removes the folders that the marker
+                                 record with its folders                       lists, or all if there is no record
 RECORDED, before the rename      the same                                      the same
 RECORDED, after the rename       the new record, old folders and the marker    removes the old folders, which the
-                                                                               record names as replaced
-COMMITTED, while old data go     the same                                      the same
+                                                                               record lists as replaced
+COMMITTED, during the clean-up   the same                                      the same
 ===============================  ============================================  =====================================
 
-The record is renamed into place after everything that it names is durable, and the marker is removed last; so after a
-power cut there is either no record, or one whose files are complete. The marker is locked while the save is alive. On a
-file system without locks, a save also gives way if its marker has another token when it is about to commit, or right
-after: of two saves that run at the same time, the one that began later wins.
+The record is renamed into place after all files that it lists are durable, and the marker is removed last. After a
+power failure, there is therefore either no record, or a record whose files are complete. The marker is locked while the
+save is running. On a file system without locks, a save also fails if its marker has another token right before or after
+the commit, so that the later of two concurrent saves wins.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from .removal import (
 
 
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
-    """Write or replace the commit record, atomically and durably, after syncing the paths in ``before``."""
+    """Atomically and durably write or replace the commit record, after syncing the paths in ``before``."""
     content = record.encode()
     with answered(location, content):
         (location / RECORD).write_bytes(content, before=before)
@@ -75,7 +75,7 @@ def write_record(location: Location, record: CheckpointRecord, *, before: Sequen
 
 @contextlib.contextmanager
 def answered(location: Location, content: bytes) -> Iterator[None]:
-    """Suppress the error of a request that got no response, if it has written the record nevertheless."""
+    """Suppress the error of a request without a response if the request has written the record."""
     try:
         yield
     except StorageUnavailableError:
@@ -88,7 +88,7 @@ def answered(location: Location, content: bytes) -> Iterator[None]:
 
 
 class Phase(Enum):
-    """The progress of a save; it determines what may be removed if the save is given up."""
+    """The progress of a save, which determines the files that may be removed if the save is aborted."""
 
     PLANNED = auto()  # nothing has been written
     BEGUN = auto()  # the directory may exist, but a marker in it belongs to another save
@@ -97,38 +97,38 @@ class Phase(Enum):
     WITHDRAWN = auto()  # the record has been removed again, and a deletion marker has been written
     LOST = auto()  # another save was committed first
     RECORDED = auto()  # the record may be in place, so the data must not be removed
-    OVERTAKEN = auto()  # committed, but another save has begun since
+    OVERTAKEN = auto()  # committed, but another save has started since
     COMMITTED = auto()
 
 
 class Guard(Enum):
-    """How concurrent saves to one path are kept apart."""
+    """The method that protects concurrent saves to one path from each other."""
 
-    MARKER = auto()  # by the marker alone: of two saves, the one that began later wins
-    CONDITION = auto()  # by a marker and a conditional write, rejected if another save has written a record
-    ARCHIVES = auto()  # by the conditional write without a marker, because archives show that a save wrote them
+    MARKER = auto()  # the marker alone, so that the later of two saves wins
+    CONDITION = auto()  # a marker and a conditional write, which is rejected if another save has written a record
+    ARCHIVES = auto()  # the conditional write without a marker, because archives identify themselves
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
 
 
 class PendingCheckpoint(ABC):
-    """A checkpoint that is being written and not yet committed; nothing is written before :meth:`begin`.
+    """A checkpoint that is being written and has not been committed. No files are written before :meth:`begin`.
 
     Args:
         location: The checkpoint's directory.
-        items: The names of its items.
-        overwrite: Whether it may replace an existing checkpoint.
-        owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
+        items: The names of the checkpoint's items.
+        overwrite: Whether an existing checkpoint may be replaced.
+        owned: Whether the caller owns the directory, and checks this right before the commit. In an object store, the
             marker of another save then belongs to a superseded run, which will not commit.
         parts: The commit hooks of this kind of checkpoint.
         copies: The fingerprint of the original, if this checkpoint is a copy.
 
     Attributes:
-        token: Distinguishes this save from all others.
-        paths: The relative paths of its item folders and archives, keyed by item.
+        token: A random token that identifies this save.
+        paths: The relative paths of the item folders and archives, keyed by item.
         folders: The locations of these folders and archives, keyed by item.
-        continues: Whether this copy continues an interrupted copy of the same checkpoint and reuses its files.
+        continues: Whether this copy resumes an interrupted copy of the same checkpoint and reuses its files.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Write the marker, which identifies a crashed save, and create the folders of items not in ``archives``."""
+        """Write the marker, by which a crashed save is detected, and create folders for items not in ``archives``."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -175,7 +175,7 @@ class PendingCheckpoint(ABC):
         self._begin(archives)
 
     def commit(self, record: CheckpointRecord) -> None:
-        """Make the items durable, then write the record; from then on, the checkpoint exists."""
+        """Make the items durable, and then write the record, which makes the checkpoint valid."""
         if not (self._is_alone or self._holds_path()):
             raise self._lock.conflict()
         if self._old is not None:
@@ -193,7 +193,7 @@ class PendingCheckpoint(ABC):
         self._lock.release()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Remove what was written. A StorageError becomes a StorageConflictError if another save has taken over."""
+        """Remove the written files; turn a StorageError into a StorageConflictError if another save has taken over."""
         ours = True
         try:
             if self._phase in _REMOVABLE:
@@ -204,14 +204,14 @@ class PendingCheckpoint(ABC):
             raise self._lock.conflict() from error
 
     def leave(self) -> None:
-        """Release the lock, but leave the files for the next run to remove."""
+        """Release the lock, but leave the files for the next run to reuse or remove."""
         self._lock.release()
 
     # ---- the steps that differ between file systems and object stores
 
     @abstractmethod
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        """Inspect the directory, remove the remains of an interrupted save, and choose the item paths."""
+        """Inspect the directory, remove leftovers of an interrupted save, and choose the item paths."""
 
     @abstractmethod
     def _begin(self, archives: Collection[str]) -> None:
@@ -223,12 +223,12 @@ class PendingCheckpoint(ABC):
 
     @abstractmethod
     def _clear(self) -> None:
-        """Remove what is left of an abandoned save once its folders are removed."""
+        """Remove the remaining files of an aborted save after its folders have been removed."""
 
     # ---- the steps that do not
 
     def _read_old(self, names: set[str], *, overwrite: bool) -> None:
-        """Read the checkpoint to be replaced, if any; raise CheckpointExistsError if overwriting is not allowed."""
+        """Read the record of an existing checkpoint, if any; raise CheckpointExistsError if it may not be replaced."""
         if RECORD not in names:
             return
         if not overwrite:
@@ -237,15 +237,15 @@ class PendingCheckpoint(ABC):
                 "(overwrite=True, or force=True with a Checkpointer or a CheckpointManager)"
             )
         self._old_record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT)
-        with contextlib.suppress(DamagedCheckpointError):  # then its folders are unknown
+        with contextlib.suppress(DamagedCheckpointError):  # the folders of a damaged record are unknown
             self._old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
         self._parts.check_replaceable(self._old)
-        if self._old is not None and self._old.step is not None:  # it is the step of another run
+        if self._old is not None and self._old.step is not None:  # a link may lead to another run's step
             self.location.check_not_link()
 
     def _check_free(self, names: set[str]) -> None:
         """Raise CheckpointExistsError if the directory contains files that are not from a checkpoint or a save."""
-        if self._owned:  # a witness file written while the step was being deleted is a leftover
+        if self._owned:  # witness files may be left over if they were written during a deletion
             names = {name for name in names if not WITNESSES.fullmatch(name)}
         if names and not {PARTIAL, DELETED, RECORD} & names:
             raise CheckpointExistsError(
@@ -254,7 +254,7 @@ class PendingCheckpoint(ABC):
             )
 
     def _left_by_copy(self, items: list[str], names: set[str]) -> list[str]:
-        """Return the folders of an interrupted copy of the same checkpoint, in item order; [] if there is none."""
+        """Return the folders of an interrupted copy of the same checkpoint, in item order; [] if there are none."""
         if self._copies is None or DELETED in names or self._lock.content().get("copies") != self._copies:
             return []
         left = self._lock.folders()
@@ -266,14 +266,14 @@ class PendingCheckpoint(ABC):
         return left if fits and not folders_of(self._old).intersection(left) else []
 
     def _choose_paths(self, items: list[str], names: set[str], left: list[str], *, unique: bool) -> None:
-        """Choose the item paths: those that an interrupted copy has ``left``, or unused ones."""
+        """Choose the item paths: the paths ``left`` by an interrupted copy, or unused paths."""
         self.continues = bool(left)
         self._taken = names | folders_of(self._old)
         for item, path in zip(items, left or map(self._parts.folder, items), strict=True):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # the state before this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # as of before this save
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -283,7 +283,7 @@ class PendingCheckpoint(ABC):
 
     @property
     def _is_alone(self) -> bool:
-        """True if no other save can commit here: in an object store, an owned directory has a single writer."""
+        """True if no other save can commit here, because an owned directory in an object store has a single writer."""
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:
@@ -292,19 +292,19 @@ class PendingCheckpoint(ABC):
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
     def _confirm(self, record: CheckpointRecord) -> None:
-        """Confirm the commit; fail if another save has begun meanwhile, or a sweep may have removed files."""
+        """Confirm the commit; raise an error if another save takes precedence or files have been removed."""
         is_overtaken = not self._holds_path()
         gives_way = is_overtaken and not self.replaces and self._guard is Guard.MARKER and not self._is_alone
-        # A continued copy has a new marker, but a concurrent sweep may have listed the files that it keeps.
+        # A resumed copy writes a new marker, but a concurrent sweep may already be removing the files that it reuses.
         is_doubtful = is_overtaken or (self.continues and not self._lock.shows_life)
         if is_doubtful and (gives_way or not self._is_intact(record)):
             raise self._lock.conflict()
         self._phase = Phase.OVERTAKEN if is_overtaken else Phase.COMMITTED
 
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
-        """Remove the record of a failed commit; if that fails, too, keep the data."""
+        """Remove the record of a failed commit, or keep the data if this also fails."""
         if self.location.is_remote and isinstance(error, StorageUnavailableError):
-            # A request that got no response may still take effect, even after later ones, so the data must be kept.
+            # A request without a response may still take effect, even after later requests, so keep the data.
             error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
             return
         self._phase = self._take_back(record.encode())
@@ -335,7 +335,7 @@ class PendingCheckpoint(ABC):
         return Phase.RECORDED if self._is_visible() else phase
 
     def _is_visible(self) -> bool:
-        """Return True if the record in place is the one that this save wrote."""
+        """Return True if the current record is the one that this save wrote."""
         try:
             record = read_record(self.location)
         except CheckpointNotFoundError:
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if all files of this save exist, and no run that missed the record is deleting them."""
+        """Return True if all files of this save exist, and no run that has not seen the record is deleting them."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -359,7 +359,7 @@ class PendingCheckpoint(ABC):
             return False
 
     def _tidy(self, record: CheckpointRecord) -> None:
-        """Remove what the committed checkpoint does not need; the marker goes last."""
+        """Remove the files that the committed checkpoint does not need, and the marker last."""
         is_overtaken = self._phase is Phase.OVERTAKEN
         if is_overtaken and not self._is_alone:  # the other save replaces this one or fails when it finds this record
             return
@@ -374,10 +374,10 @@ class PendingCheckpoint(ABC):
             if self._deletion is not None:
                 (self.location / DELETED).remove()
             if self._guard is not Guard.ARCHIVES and not is_overtaken:
-                (self.location / PARTIAL).remove()  # last, because it tells the next run that files may be left over
+                (self.location / PARTIAL).remove()  # last, because the marker makes the next run look for leftovers
 
     def _remove(self, error: BaseException | None) -> bool:
-        """Remove the files of an abandoned save; return True if the path still belonged to it."""
+        """Remove the files of an aborted save; return True if the path still belonged to this save."""
         ours, is_lost = True, self._phase is Phase.LOST
         is_late = self.location.is_remote and isinstance(error, StorageUnavailableError)
         with only_logged(self.location):
@@ -397,7 +397,7 @@ class LocalCommit(PendingCheckpoint):
     """A checkpoint that is being written to a file system or to this process's memory."""
 
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        self._stale: list[str] = []  # folders that the old checkpoint had replaced, but a power failure has restored
+        self._stale: list[str] = []  # folders that the last save removed but a power failure restored
         if self.location.is_local and self.location.is_there() and not self.location.is_directory():
             raise CheckpointExistsError(f"{self.location}: a file is there; choose another path")
         if self.location.is_local and not self._owned:
@@ -413,16 +413,14 @@ class LocalCommit(PendingCheckpoint):
                 left = self._left_by_copy(items, names)
                 if not left:
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
-                    if (
-                        PARTIAL in names and not self._lock.shows_life
-                    ):  # there is a damaged record, which will be replaced
+                    if PARTIAL in names and not self._lock.shows_life:  # kept by the sweep because of a damaged record
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:
                     self._lock.release()
             names = names_in(self.location)
-        # Without file locks, the sweep may have removed the marker of a save that is still running; unique names keep
-        # that save from writing into the folders of this one.
+        # Without file locks, the sweep may have removed the marker of a save that is still running. Unique names
+        # prevent that save from writing into the folders of this one.
         self._choose_paths(items, names, left, unique=not is_untouched)
 
     def _begin(self, archives: Collection[str]) -> None:
@@ -436,7 +434,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # A new checkpoint's marker need not be synced: after a power cut, its existence is enough to remove everything.
+        # A new checkpoint's marker need not be synced, because even an empty one permits removal after a power failure.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
@@ -445,7 +443,7 @@ class LocalCommit(PendingCheckpoint):
         self._phase = Phase.WRITING
         self.location.sync_directory()  # the marker must be durable before anything else is written
         if self._old is not None and not self.continues:
-            # The last save removed these folders, then its marker; a power failure may have restored only the folders.
+            # The last save removed these folders before its marker, but a power failure may have restored the folders.
             self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
             remove_folders(self._parts, self._stale, self._old)
         for item, folder in self.folders.items():
@@ -456,14 +454,14 @@ class LocalCommit(PendingCheckpoint):
         write_record(self.location, record, before=self._unsynced(record))
 
     def _unsynced(self, record: CheckpointRecord) -> list[Location]:
-        """Return what may not be durable yet: files, and directories whose entries have changed."""
+        """Return the files that may not be durable yet, and the directories whose entries have changed."""
         if not self.location.is_local:
             return []
         items = record.items.values()
         files = {f"{item.folder}/{path}".rstrip("/") for item in items for path in unsynced(item.files)}
         folders = {parent for path in (*files, *self.paths.values()) for parent in parents_of(path)}
         old = {parent for path in (*folders_of(self._old), *self._stale) for parent in parents_of(path)}
-        folders |= {path for path in old if (self.location / path).is_directory()}  # one of them may be missing
+        folders |= {path for path in old if (self.location / path).is_directory()}  # some may be missing
         return [*(self.location / path for path in files | folders), self.location, self.location.parent]
 
     def _remove(self, error: BaseException | None) -> bool:
@@ -483,7 +481,7 @@ class LocalCommit(PendingCheckpoint):
 
 
 def _check_not_of_another(location: Location) -> None:
-    """Raise OwnershipError if the path is a step of a directory that a run in another process is managing."""
+    """Raise OwnershipError if the path is a step in a directory that belongs to a run in another process."""
     folder, name = os.path.split(os.path.realpath(location))
     run = as_location(folder)
     if STEP_FOLDER.fullmatch(name) and locked_elsewhere(run / OWNER):

@@ -1,11 +1,10 @@
-"""Copy a committed checkpoint to another location: the files that its record lists, and the record last.
+"""Copy a committed checkpoint to another location: first the files that its record lists, then the record.
 
-The files are not encoded again: they are copied with their checksums, and every byte is verified during the copy. The
-destination is written by the commit protocol, so half a copy is not a checkpoint. The marker of an interrupted copy has
-the original's fingerprint, so that the next copy recognises it and does not send complete files again. On a disk,
-a file is complete if its bytes match their checksums; an object of the right size is complete, because stores never
-show partial objects. If a store can copy objects itself, files of unchanged arrays are sent once, not at every step
-(`CopiedFiles`).
+Files are copied unchanged, and every byte is verified against the saved checksums. The commit protocol ensures that a
+partial copy is not a checkpoint. The marker of an interrupted copy contains the original's fingerprint, by which the
+next copy recognizes it and skips complete files. A file on disk is complete if its bytes match their checksums. An
+object is complete if it has the right size, because stores never expose partial objects. If a store can copy objects
+itself, files of unchanged arrays are sent only once instead of at every step (`CopiedFiles`).
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from .save import commit_protocol
 PIECE_BYTES = 4 << 20  # bytes read, verified and written at a time
 _LEAST_PIECE = 64 << 10
 SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
-SMALL_BYTES = 1 << 20  # bytes; smaller files are written in one request
-_UPLOADS = 4  # maximum concurrent uploads, if the files are small enough
-BESIDE = 16e6  # bytes a second that a copy may use during a save; too few to slow down a disk
-_IN_MEMORY = 256 << 20  # maximum total bytes of concurrent uploads, unless a single file is larger
-_REMEMBERED = 4  # recent copies whose files are remembered
+SMALL_BYTES = 1 << 20  # maximum bytes of a file that is written in one request
+_UPLOADS = 4  # maximum number of concurrent uploads if the files are small enough
+BESIDE = 16e6  # bytes per second that a copy may transfer during a save without slowing down the disk
+_IN_MEMORY = 256 << 20  # maximum total bytes of concurrent uploads unless a single file is larger
+_REMEMBERED = 4  # number of recent copies whose files are remembered
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was taken
 
 
 class Throttle:
-    """Limits the total throughput of a copy's threads to ``rate``, and to ``BESIDE`` while it gives way to a save.
+    """Limits the total throughput of a copy's threads to ``rate``, and during a save, to ``BESIDE``.
 
-    Other threads can make the copy give way, or end it.
+    Other threads can make the copy give way to a save, or end the copy.
     """
 
     def __init__(
@@ -59,26 +58,26 @@ class Throttle:
         self._rate = rate
         self._changed = changed or threading.Condition()
         self._now = now
-        self._free = 0.0  # the time from which more bytes may pass at the normal rate
-        self._late = 0.0  # the time from which more bytes may pass at the rate ``BESIDE``
+        self._free = 0.0  # the time after which more bytes may be transferred at the normal rate
+        self._late = 0.0  # the time after which more bytes may be transferred at the rate ``BESIDE``
         self.gives_way = False
         self.ended: Exception | None = None  # the error that ends the copy
 
     def give_way(self, yes: bool) -> None:
-        """Slow the copy down while a save is under way, or let it continue at the normal rate."""
+        """Slow down the copy while a save is in progress, or let it continue at the normal rate."""
         with self._changed:
             self.gives_way = yes
             self._changed.notify_all()
 
     def end(self, error: Exception) -> None:
-        """Make the copy fail with an error at its next piece; wakes up all waiting threads."""
+        """Make the copy fail with an error at its next piece, and wake all waiting threads."""
         with self._changed:
             self.ended = error
             self._changed.notify_all()
 
     @property
     def piece(self) -> int:
-        """Bytes to transfer at a time: fewer at a low rate, so that no connection is idle for long."""
+        """The number of bytes to transfer at a time, which is smaller at low rates to avoid long pauses."""
         return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
 
     def take(self, count: int) -> None:
@@ -99,12 +98,12 @@ class Throttle:
 
 @dataclass
 class CopyProgress:
-    """The progress of a copy in bytes; may be read from other threads."""
+    """The progress of a copy in bytes, which other threads may read."""
 
     total: int = 0  # size of all files
-    done: int = 0  # bytes that are at the destination already
-    arrived: int = 0  # of these, added by this copy, not by an earlier attempt
-    sent: int = 0  # of these, sent by this machine; the store itself has copied the others
+    done: int = 0  # bytes that are already at the destination
+    arrived: int = 0  # bytes that this copy, rather than an earlier attempt, has added
+    sent: int = 0  # bytes that this machine has sent, without files copied by the store itself
     advance: Callable[[int], None] = NULL.advance  # called with the number of bytes that have arrived
 
 
@@ -118,8 +117,8 @@ class _File(NamedTuple):
 class CopiedFiles:
     """The large data files of recent copies to a store, used as sources for server-side copies in later steps.
 
-    A file is identified by its path, which is unique to a save, its size and its checksums. The previous copy is never
-    the source, so that an object with undetected damage does not affect two consecutive steps.
+    A file is identified by its path, which is unique to a save, its size and its checksums. The latest copy is never
+    used as a source, so that an object with undetected damage does not affect two consecutive steps.
     """
 
     def __init__(self) -> None:
@@ -130,7 +129,7 @@ class CopiedFiles:
         self._copies.append({file.key: file for file in files if file.check.record.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
-        """Let the store copy a file from an object that it has already; return True if it did."""
+        """Let the store copy a file from an object of an earlier copy; return True if this succeeded."""
         for files in list(self._copies)[-2::-1]:
             earlier = files.get(file.key)
             if earlier is not None and earlier.check.covers(file.check):
@@ -141,7 +140,7 @@ class CopiedFiles:
 
 
 class _CopiedFolders(CommitParts):
-    """The commit hooks of a copy: its folders are named like the original's, and may be nested."""
+    """The commit hooks of a copy, whose folders have the same names as in the original and may be nested."""
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         super().__init__(location)
@@ -150,7 +149,7 @@ class _CopiedFolders(CommitParts):
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
         }
-        # For another copy to this location, items that are zip files here may have been folders.
+        # An earlier copy to this location may have stored an item as a folder instead of a zip file, or vice versa.
         self._plain = {name for folder in self._folders.values() for name in (folder, f"{folder}{ARCHIVE}")}
 
     def folder(self, item: str) -> str:
@@ -179,8 +178,8 @@ def copied_step(
     copied: CopiedFiles | None = None,
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
-    # If the original is damaged, nothing is left at the destination; after any other error, the next attempt reuses the
-    # copied files. The store itself copies files in ``copied``, which earlier copies have sent; this copy adds its own.
+    # If the original is damaged, no files are left at the destination; after other errors, the next attempt reuses the
+    # copied files. Earlier copies have sent the files in ``copied``, from which the store itself can copy them.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
@@ -217,7 +216,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy the witness files; never raises. ``again`` skips files of equal size, because witness files only grow."""
+    """Copy the witness files, ignoring errors; ``again`` skips files of equal size, because witness files only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):
@@ -253,7 +252,7 @@ class _Copy:
         self._progress = progress
         self._copied = copied
         self._lock = Lock()
-        self.failure: Exception | None = None  # an error in the original, or the one that ended the copy
+        self.failure: Exception | None = None  # the error found in the original, or the error that ended the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         largest = max((file.check.record.size for file in files), default=0)
@@ -261,7 +260,7 @@ class _Copy:
         at_once = 1 if is_local else max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
-        # Small files first: they fail soonest if the destination is not writable.
+        # Copy small files first, because they fail soonest if the destination is not writable.
         ordered = sorted(files, key=lambda file: file.check.record.size)
         parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
 

@@ -10,7 +10,7 @@ from .background import BackgroundSave
 
 
 class SaveFuture(Future[Any]):
-    """A future for a save's report. An error counts as raised once the program has retrieved it from this future."""
+    """A future for the report of a save. An error that is retrieved from this future is not raised again elsewhere."""
 
     def __init__(self, background: BackgroundSave) -> None:
         super().__init__()

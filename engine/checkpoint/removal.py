@@ -1,8 +1,8 @@
-"""Lists the contents of checkpoint directories, deletes checkpoints, and cleans up interrupted saves and deletions.
+"""List the contents of checkpoint directories, delete checkpoints, and clean up after interrupted operations.
 
-A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
-record may be removed; one with neither is not a checkpoint and is never touched. If a directory, a pipe or a socket
-has the name of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed step is kept.
+A deletion first renames the record to a marker, which makes the checkpoint invalid immediately. A directory with a
+marker but no record may be removed; a directory with neither is never changed. If a directory, pipe or socket has the
+name of a marker, an unfinished step is renamed to ``<step>.unreadable``, and a committed step is kept.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # bytes; larger files cannot be ours, because archives hold at most 256 KiB of arrays
+_ARCHIVE_LIMIT = 4 << 20  # maximum bytes of a holdfast archive, which contains at most 256 KiB of arrays
 _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
 class CommitParts:
-    """Hooks for extending the commit to other kinds of checkpoints; by default, items are folders at the root.
+    """Hooks that extend the commit protocol to other kinds of checkpoints. By default, items are folders at the root.
 
-    Checkpoints whose parts have their own directories use a subclass. The record at the root alone decides; the
-    documents of parts are derived from it, removed before the record changes (:meth:`withdraw`) and written after it
-    (:meth:`publish`), so that they never contradict the record. The next save or sweep writes missing documents.
+    Checkpoints whose parts have their own directories use a subclass. Only the record at the root is authoritative. The
+    documents of parts are derived from the record, removed before it changes (:meth:`withdraw`) and written afterwards
+    (:meth:`publish`), so they never contradict the record. The next save or sweep writes missing documents.
     """
 
     def __init__(self, location: Location) -> None:
@@ -51,7 +51,7 @@ class CommitParts:
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if a save of this kind may have made this folder; a marker's paths must be checked with this."""
+        """Return True if a save of this kind may have created a folder. Use this to check the paths in a marker."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
@@ -61,13 +61,13 @@ class CommitParts:
         """Remove the documents derived from a record, before the record is replaced."""
 
     def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
-        """Durably write the documents derived from a record that was just committed."""
+        """Durably write the documents derived from a record that has just been committed."""
 
     def repair(self, record: CheckpointRecord) -> None:
-        """Write the documents derived from a record that are missing."""
+        """Write missing documents that are derived from a record."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
-        """Remove an item's folder and, if a record is given, the documents of parts that are not in it."""
+        """Remove an item's folder and, if a record is given, the documents of parts that the record does not list."""
         (self.location / folder).remove_tree()
 
 
@@ -102,7 +102,7 @@ def left_archives(location: Location, names: Iterable[str]) -> set[str]:
 
 
 def is_left_archive(location: Location) -> bool:
-    """Return True if an object is an archive written by a save: its name has a token, and its content verifies."""
+    """Return True if an object's name and content show that it is an archive written by a save."""
     if not (location.is_remote and _OUR_ARCHIVE.fullmatch(location.name)):
         return False
     try:
@@ -112,7 +112,7 @@ def is_left_archive(location: Location) -> bool:
 
 
 def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> bytes:
-    """Encode the marker of a save or deletion, including the folders that it accounts for."""
+    """Encode the marker of a save or deletion, which lists the folders to clean up after an interruption."""
     return json.dumps({"format": "holdfast", "token": token, "folders": [*folders], **facts}).encode()
 
 
@@ -122,14 +122,14 @@ def deletion_at(location: Location) -> dict[str, Any] | None:
 
 
 def copy_left(location: Location) -> str | None:
-    """Return the fingerprint of the original if an interrupted copy is here, or None."""
+    """Return the fingerprint of the original of an interrupted copy, or None if there is no interrupted copy."""
     fingerprint = SaveLock(location / PARTIAL).content().get("copies")
     return fingerprint if isinstance(fingerprint, str) else None
 
 
 @contextlib.contextmanager
 def only_logged(location: Location) -> Iterator[None]:
-    """Only log clean-up errors: they must neither turn a success into a failure nor hide the real error."""
+    """Log clean-up errors, which must neither turn a success into a failure nor hide the original error."""
     try:
         yield
     except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
@@ -146,7 +146,7 @@ def remove_empty(location: Location) -> None:
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
-    """Delete a checkpoint: the record first, so that it is gone at once, then its data; the record may be passed in."""
+    """Delete a checkpoint, starting with its record so that it is immediately invalid. A known record may be passed."""
     items = () if record is None else record.items.values()
     if location.is_remote and record is not None and all(item.is_archive for item in items):
         names = names_in(location) | folders_of(record)
@@ -157,8 +157,8 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
                 (location / name).remove()
             return
     if not location.is_local:
-        (location / DELETED).write_bytes(b"{}")  # an empty marker is enough, and saves a request that reads the record
-        # Excludes the files of saves that begin later; includes the recorded files, which a listing may lack.
+        (location / DELETED).write_bytes(b"{}")  # an empty marker suffices, and avoids a request to read the record
+        # The snapshot excludes files of later saves, but includes the recorded files, which a listing may lack.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
@@ -170,13 +170,13 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        # Another user's directory cannot be removed; it marks the deletion as well.
+        # Another user's directory cannot be removed, but also marks the deletion.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
-    try:  # holds the lock against saves that begin meanwhile
-        if not lock.take_over():  # another process has finished the removal, and a save may have begun since
+    try:  # hold the lock, so that no save starts during the removal
+        if not lock.take_over():  # another process has finished the removal, and a save may have started since
             return
-    except StorageConflictError:  # another process has found the marker and finishes the removal
+    except StorageConflictError:  # another process has found the marker and is finishing the removal
         return
     except StorageError as error:  # only a regular file can be locked
         if not is_strange(error):
@@ -188,7 +188,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
 
 
 def _release(location: Location, *locks: SaveLock) -> None:
-    """Release the locks of markers that may be removed: NFS keeps such a file, as .nfs0123, until it is closed."""
+    """Release the locks of removed markers, which NFS keeps as files such as .nfs0123 until they are closed."""
     kept: set[str] = set()
     try:
         with contextlib.suppress(StorageError):  # must not hide the caller's error
@@ -202,7 +202,7 @@ def _release(location: Location, *locks: SaveLock) -> None:
 
 @contextlib.contextmanager
 def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Iterator[None]:
-    """If Ctrl-C ends the work, delete the checkpoints made in a directory, and the directory itself if it is new."""
+    """If Ctrl-C interrupts the block, delete the checkpoints in ``made``, and their directory if it is new."""
     is_new = not directory.exists()
     try:
         yield
@@ -216,8 +216,8 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
-    # Raises StorageConflictError if a save is running or another process sweeps or deletes, StoragePermissionError if
-    # this is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
+    # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if this
+    # is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -231,7 +231,7 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
 def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
     listing = location.snapshot()
     names = names_in(listing)
-    # Check that no other save or deletion has begun since the locks were taken.
+    # Check that no other save or deletion has started since the locks were acquired.
     if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
         return False
     tells = all(lock.shows_life for lock in locks.values())
@@ -244,21 +244,21 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # not found: the record has been deleted meanwhile
+    except (CheckpointNotFoundError, FormatVersionError):  # deleted since, or of an unsupported version
         return False
-    except DamagedCheckpointError:  # keep its data for inspection by the user
+    except DamagedCheckpointError:  # keep the data, so that the user can inspect it
         if tells and PARTIAL in names:  # without locks, the save may still be running
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests decides; see `store_commit.py`: a save whose record this sweep has not seen finds that
-        # its marker is missing, and then finds this deletion, or that its files are missing. The deletion marker names
-        # the record to keep and the folders to remove.
+        # The order of requests is essential (see `store_commit.py`). A save whose record this sweep has not seen finds
+        # that its marker is missing, and then finds either this deletion marker or missing files. The deletion marker
+        # names the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
             (location / PARTIAL).remove()
-        if _has_changed(location, record):  # a save was committed meanwhile
+        if _has_changed(location, record):  # a save has been committed since
             if not marks:
                 (location / DELETED).remove()
             return False
@@ -268,7 +268,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         if location.is_local:
             location.remove_tree(last=PARTIAL if PARTIAL in marks else DELETED)
             return True
-        for name in names - {PARTIAL, DELETED}:  # the marker may belong to a save that has begun since
+        for name in names - {PARTIAL, DELETED}:  # the marker may belong to a save that has started since
             (listing / name).remove_tree()
         (location / DELETED).remove()
         return True
@@ -277,9 +277,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
     remove_folders(parts, there, record)
     parts.repair(record)
-    if DELETED in marks:  # otherwise it belongs to a deletion that has begun since
+    if DELETED in marks:  # otherwise, the marker belongs to a deletion that has started since
         (location / DELETED).remove()
-    if tells and PARTIAL in names:  # otherwise it belongs to a save that has begun since
+    if tells and PARTIAL in names:  # otherwise, the marker belongs to a save that has started since
         (location / PARTIAL).remove()
     return False
 
@@ -295,18 +295,18 @@ def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
-    """Remove archives of saves that lost or arrived late; the listing may be outdated, so each is checked again."""
+    """Remove archives of superseded saves, checking each again because the listing may be outdated."""
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))
-    # A save that replaces the checkpoint has written its marker before its archive, and its record before the end.
+    # A save that replaces the checkpoint writes its marker before its archives, and its record before it ends.
     if archives and not {PARTIAL, DELETED} & names_in(location):
         for name in archives - folders_of(read_record(location)):
             (location / name).remove()
 
 
 def is_swept(names: Collection[str]) -> bool:
-    """Return True if, judging by the names in a checkpoint's directory, :func:`sweep` has nothing to remove."""
+    """Return True if the names in a checkpoint's directory show that :func:`sweep` has nothing to remove."""
     left = any(name in {PARTIAL, DELETED} or name.startswith(TEMPORARY_PREFIX) for name in names)
     return RECORD in names and not left
 
@@ -315,5 +315,5 @@ def remove_temporary(location: Location, names: Iterable[str]) -> None:
     """Remove the temporary files of interrupted atomic writes."""
     for name in names:
         if name.startswith(TEMPORARY_PREFIX):
-            with only_logged(location):  # the name may be a directory, or another user's file
+            with only_logged(location):  # removal fails for a directory or another user's file
                 (location / name).remove()

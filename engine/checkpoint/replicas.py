@@ -1,4 +1,4 @@
-"""Checks that all processes hold equal values wherever a save assumes that they do."""
+"""Check that processes hold equal values for the replicated parts of a tree, as a save assumes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _NOT_HERE = -1
 
 
 def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
-    """Check that all processes that hold the same part of a tree hold the same values for it.
+    """Check that the replicated parts of a tree have equal values on all processes.
 
-    A save assumes that plain tensors, numpy arrays and Python values are the same on every process, and writes each
-    part from one of them; jax arrays and DTensors may be replicated, too. If the values differ, for example after a
-    forgotten broadcast or with different seeds, the checkpoint mixes them. A save does not check this, because the
-    check reads everything: call this once, before the first save, or when in doubt. It reads every replicated array
-    (copying those on accelerators to the host), at some gigabytes a second. Statistics that each process keeps for
-    itself, as BatchNorm does under DDP, differ by design; they are reported like all others.
+    A save assumes that plain tensors, numpy arrays and Python values are equal on all processes, and writes each
+    part from one process; jax arrays and DTensors may also be replicated. If the values differ, for example because of
+    a forgotten broadcast or different seeds, the checkpoint mixes values of several processes. Saves do not check this,
+    so call this function before the first save, or when in doubt. It reads every replicated array, after copying it
+    from an accelerator to the host, at a few gigabytes per second. Statistics that differ between processes by design,
+    such as those of BatchNorm under DDP, are also reported.
 
-    All processes must call it. In a single-process program it returns at once.
+    All processes must call this function. In a single-process program, it returns immediately.
 
     Args:
         tree: The tree to check.
-        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them
+        coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them
             is initialized.
-        timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
+        timeout_secs: The maximum time to wait for other processes, in seconds or as text such as ``"10m"``.
 
     Raises:
-        TreeMismatchError: The values or the trees differ; raised on every process, and names the leaves.
-        UnsupportedLeafError: A leaf could not be saved.
+        TreeMismatchError: The trees or their values differ. All processes raise the error, which names the leaves.
+        UnsupportedLeafError: A leaf cannot be saved.
     """
     group = ProcessGroup("check_replicas", coordinator, seconds(timeout_secs, name="timeout_secs"))
     if group.alone:
@@ -55,12 +55,12 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
 
 
 def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
-    """Return leaf name and digest for each replicated part, and lines describing the tree, equal on all processes."""
+    """Return leaf names and digests of the replicated parts, and lines that must be equal on all processes."""
     flat = flatten(tree)
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
-    layouts: dict[int, str] = {}  # digest per list of parts, which many arrays share
+    layouts: dict[int, str] = {}  # digests of the lists of parts, each of which many arrays may share
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)
@@ -94,11 +94,11 @@ def _digest(leaf: ArrayLeaf, box: Box) -> int:
 
 
 def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[str]:
-    """Return one line per leaf that differs between processes; runs on process 0."""
+    """Return a line for each leaf that differs between processes; called on process 0."""
     strangers = [number for number, (structure, *_) in enumerate(gathered) if structure != gathered[0][0]]
     if strangers:
         return first_lines([f"process {number} has another tree than process 0" for number in strangers])
-    expected = np.full(len(names), _NOT_HERE, np.int64)  # digest from the first process that holds each part
+    expected = np.full(len(names), _NOT_HERE, np.int64)  # digest of each part on its first holder
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
     for process, (_, *numbers) in enumerate(gathered):

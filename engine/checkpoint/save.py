@@ -1,4 +1,4 @@
-"""One save from snapshot to write, commit and report, in the caller's thread or partly in the background."""
+"""Perform a save, from the snapshot to the commit and the report, on the caller's thread or in the background."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from .commit import LocalCommit, PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger ones are passed in a file
-_LAST_WORD = 10.0  # seconds; process 0 waits at most this long for the others to stop writing before it cleans up
+_SMALL = 16 * 1024  # maximum bytes of a fragment sent to process 0 as a message instead of a file
+_LAST_WORD = 10.0  # maximum seconds that process 0 waits for other processes to stop writing before it cleans up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """One completed save: its result and its cost.
+    """The result and the cost of a completed save.
 
     Attributes:
-        step: The step that was saved, or None for a save outside a manager.
+        step: The step that was saved, or None for a save without a manager.
         path: The checkpoint's directory.
         reason: Why the checkpoint was saved.
-        bytes: Number of bytes written.
-        shared_bytes: Bytes of data files that were not written because an earlier step already has them: shared with it
-            on a disk, or copied by the object store itself.
+        bytes: The number of bytes written.
+        shared_bytes: The number of bytes in data files of earlier steps that did not have to be written again, because
+            they were shared on a disk or copied by the object store itself.
         blocked_seconds: How long the training loop waited.
-        total_seconds: Time from the call until the checkpoint was durable.
+        total_seconds: The time from the call until the checkpoint was durable.
     """
 
     step: int | None
@@ -70,7 +70,7 @@ class SaveReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """The bytes written, divided by the total time, in units of 1e9 bytes a second."""
+        """The number of bytes written divided by the total time, in units of 1e9 bytes per second."""
         return self.bytes / 1e9 / self.total_seconds if self.total_seconds > 0 else 0.0
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class SaveReport:
 
 
 class ItemToSave(NamedTuple):
-    """One item of a checkpoint, its handler, and whether it may be written after the call returns."""
+    """An item of a checkpoint, with its handler, and whether it may be written after the call returns."""
 
     handler: CheckpointHandler
     value: Any
@@ -94,7 +94,7 @@ class ItemToSave(NamedTuple):
 
 
 class Save:
-    """A save whose snapshot has been taken; it must still be written and committed::
+    """A save whose snapshot has been taken, and which must still be written and committed::
 
         with save.completing() as claimed:
             if claimed:
@@ -102,8 +102,8 @@ class Save:
                 record, report = save.commit(None if items is None else CheckpointRecord(items=items, time=...))
 
     With several processes, each creates a Save for the same items. Process 0 creates the folders, merges the shares of
-    all processes, and commits; the others are notified through the rendezvous. If ``location`` is not ``shared``,
-    each host has its own, which holds only what the processes of that host write.
+    all processes, commits, and notifies the others through the rendezvous. If ``location`` is not ``shared``, it exists
+    on every host, and contains only the files written by the processes of that host.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Save:
         self._location = location
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
-        self._claim = threading.Lock()  # acquired by the thread that completes or abandons the save, and never released
-        # Whether the save may be completed on a thread while the training loop continues.
+        self._claim = threading.Lock()  # acquired by the thread that completes or aborts the save, and never released
+        # Whether the save may be completed on another thread while the training loop continues.
         self.in_background = any(item.background for item in items.values())
-        self.replaces = False  # whether the save replaces a checkpoint; only process 0 knows
+        self.replaces = False  # whether the save replaces a checkpoint; always False on processes other than 0
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
             self._role = Worker(location, sorted(items), rendezvous, timeout, shared)
@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Do what must be done before the call returns; return the prepared item, which does the rest."""
+        """Take the snapshot of an item before the call returns; return the prepared item, which can then be written."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}
@@ -165,7 +165,7 @@ class Save:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
-        """Claim the save and yield True, or yield False if it has been abandoned; an error in the block abandons it."""
+        """Claim the save and yield True, or yield False if it has been aborted; an error in the block aborts it."""
         if not self._claim.acquire(blocking=False):
             yield False
             return
@@ -176,7 +176,7 @@ class Save:
             raise
 
     def write(self, awaited: threading.Event | None = None) -> Mapping[str, ItemRecord] | None:
-        """Write the items; return them on process 0. ``awaited`` is set when the training loop waits for the save."""
+        """Write the items, and return their records on process 0; ``awaited`` is set when the training loop waits."""
         archives = self._archives(awaited)
         folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
@@ -193,9 +193,9 @@ class Save:
         return {name: ItemRecord(folder.name, self._kinds[name], files[name]) for name, folder in folders.items()}
 
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
-        """Pack small items into zip files in memory, to save object store requests; return them keyed by item name."""
+        """Pack small items into zip files in memory to avoid object store requests; return them keyed by item name."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # then, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
@@ -204,7 +204,7 @@ class Save:
         return archives
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
-        """Commit the checkpoint; return the record and the report. All other processes wait for process 0's summary."""
+        """Commit the checkpoint, or wait for process 0 to commit it; return the record or its summary, and a report."""
         committed, written_bytes, shared_bytes = self._role.commit(record)
         for written in self._reuse:
             written.commit()
@@ -220,14 +220,14 @@ class Save:
         )
 
     def give_up(self, error: BaseException) -> bool:
-        """Abandon the save and return True; return False if a thread is already completing it."""
+        """Abort the save and return True, or return False if a thread is already completing it."""
         if is_claimed := self._claim.acquire(blocking=False):
             self._role.give_up(error)
         return is_claimed
 
 
 def commit_protocol(location: Location) -> type[PendingCheckpoint]:
-    """Return the commit protocol for a location: for file systems and memory, or for object stores."""
+    """Return the commit protocol for a location, which depends on whether it is in an object store."""
     if not location.is_remote:
         return LocalCommit
     from .store_commit import StoreCommit
@@ -237,14 +237,14 @@ def commit_protocol(location: Location) -> type[PendingCheckpoint]:
 
 @dataclass
 class _BegunItem:
-    """An item whose handler writes into the folder directly: the pending futures, or the files already written."""
+    """An item whose handler writes directly into the folder, with its pending futures or the files already written."""
 
     futures: Sequence[SaveFuture] | None
     files: Files | None = None
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         files = finish(self.futures) if self.files is None else self.files
-        self.files = files if member.count == 1 else None  # the files written by other processes are unknown here
+        self.files = files if member.count == 1 else None  # unknown if other processes also write files
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -257,13 +257,13 @@ _Committed = tuple[CheckpointRecord, int, int]
 
 @dataclass
 class Primary:
-    """The only process, or process 0 of several: it creates the folders, merges the shares, and commits."""
+    """The role of process 0 or of the only process, which creates the folders, merges the shares, and commits."""
 
     pending: PendingCheckpoint
     rendezvous: Rendezvous | None
     timeout: float
     shared: bool
-    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # what has been broadcast to the other processes
+    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # the last broadcast
 
     @property
     def process(self) -> ProcessInfo:
@@ -271,7 +271,7 @@ class Primary:
         return ProcessInfo(0, count, self.pending.token, shared=self.shared)
 
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
-        """Begin the checkpoint, broadcast the plan, and return the item locations; ``archives`` get no folders."""
+        """Begin the checkpoint, broadcast the plan, and return the item locations; ``archives`` need no folders."""
         self.pending.begin(archives)
         if self.rendezvous is not None and self.told == "nothing":
             self.told = "the plan"
@@ -282,7 +282,7 @@ class Primary:
         return self.pending.folders
 
     def gather(self, shares: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
-        """Wait until every process has written its share; return a dict from item to fragments."""
+        """Wait until all processes have written their shares; return a mapping from items to fragments."""
         gathered = {name: [fragment] for name, fragment in shares.items()}
         contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
         sent = [
@@ -303,11 +303,11 @@ class Primary:
         nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
             self.told = "the commit"
-            # A summary without the file list, which grows with the number of processes.
+            # Send a summary without the file list, which grows with the number of processes.
             facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
             try:
                 self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)
-            except Exception as error:  # the checkpoint is committed nevertheless
+            except Exception as error:  # not fatal, because the checkpoint has been committed
                 _logger.warning(
                     "%s: saved, but the other processes could not be told: %s", self.pending.location, error
                 )
@@ -315,7 +315,7 @@ class Primary:
         return record, *nbytes
 
     def give_up(self, error: BaseException) -> None:
-        """Remove the files if all processes stop writing in time; otherwise leave them for the next run to remove."""
+        """Remove the files if all processes stop writing in time, or else leave them for the next run to remove."""
         if self.rendezvous is None:
             self.pending.abort(error)
             return
@@ -339,7 +339,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """Any process except process 0: it writes its share and passes its fragments to process 0, large ones in files."""
+    """The role of all other processes, which write their shares and pass fragments to process 0, in files if large."""
 
     location: Location
     items: Sequence[str]
@@ -384,7 +384,7 @@ class Worker:
         for name, fragment in shares.items():
             if len(fragment) > limit:
                 (folders[name] / f"fragment.{self.rendezvous.index}").write_bytes(fragment, atomic=False)
-        # One JSON line with the sizes of all fragments, then the fragments that are not passed in files.
+        # The message has a JSON line with the sizes of all fragments, and then the fragments that are not in files.
         sizes = json.dumps({name: len(fragment) for name, fragment in shares.items()}).encode()
         sent = b"".join(fragment for fragment in shares.values() if len(fragment) <= limit)
         self.rendezvous.gather("written", sizes + b"\n" + sent, self.timeout)
@@ -404,7 +404,7 @@ class Worker:
 
 
 def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
-    """Report to the other processes that this process has failed and has stopped writing."""
+    """Report to the other processes that this process has failed, has stopped writing, and leaves the save."""
     if rendezvous is None:
         return
     if not isinstance(error, PeerFailedError):  # the other processes already know about it
@@ -416,7 +416,7 @@ def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
 
 
 def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
-    """Wait for the other processes to stop writing; return True if all of them have reported it in time."""
+    """Wait for the other processes to stop writing; return True if all of them report this in time."""
     end = time.monotonic() + min(_LAST_WORD, timeout / 4)
     try:
         for process in range(1, rendezvous.count):
@@ -432,18 +432,18 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
 
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
-    from urllib.parse import quote  # imported lazily: only multi-process programs need it
+    from urllib.parse import quote  # imported lazily because only multi-process programs need it
 
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 
 
 def _largest_sent(shared: bool) -> int:
-    """Return the maximum size of a fragment that is sent to process 0; larger ones are passed in files."""
+    """Return the maximum size of a fragment that is sent to process 0 as a message instead of a file."""
     return _SMALL if shared else sys.maxsize
 
 
 def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
-    """Decode a process's message into a dict from item to fragment, or to its size if it is passed in a file."""
+    """Decode a process's message to a mapping from items to fragments, or to the sizes of fragments in files."""
     sizes, _, rest = sent.partition(b"\n")
     fragments: dict[str, bytes | int] = {}
     for name, size in json.loads(sizes or b"{}").items():
@@ -454,7 +454,7 @@ def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
 
 
 def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
-    """Return another process's fragment; if it is passed in a file, read and remove the file."""
+    """Return another process's fragment; if the fragment is in a file, read and remove the file."""
     if isinstance(sent, bytes):
         return sent
     file = folder / f"fragment.{process}"
@@ -466,5 +466,5 @@ def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
         ) from error
     if len(fragment) != sent:
         raise DamagedCheckpointError(f"{file}: process {process} wrote {sent} bytes, found {len(fragment)}")
-    file.remove()  # the file is not part of the checkpoint
+    file.remove()  # because the file is not part of the checkpoint
     return fragment

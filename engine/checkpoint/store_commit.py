@@ -1,27 +1,27 @@
-"""The commit protocol for object stores, which have neither locks nor renames: the order of requests decides.
+"""The commit protocol for object stores, which relies on the order of requests instead of locks and renames.
 
-A store with conditional writes accepts the record only if there is none yet, or still the one to replace. So exactly
-one of several concurrent saves is committed, and nothing of another save is removed before that. In a store without
-conditional writes, a save gives way if its marker has another token right before or right after the commit.
+A store with conditional writes accepts a record only if there is still no record, or still the record to be replaced.
+Exactly one of several concurrent saves is therefore committed, and no save removes files of another save before that.
+In a store without conditional writes, a save fails if its marker has another token right before or after the commit.
 
-A sweep may meet a save that is still running. It first writes a deletion marker, which names the record that it has
-seen, and removes the marker of the save; it removes nothing else if the record has changed by then. The save looks for
-its marker after it has written its record. So at least one of them sees the other and gives way.
+A sweep may run concurrently with a save. The sweep first writes a deletion marker that names the current record, and
+removes the marker of the save; if the record has changed by then, it removes no other files. The save checks its
+marker after it has written its record. At least one of the two therefore detects the other and gives way.
 
-If a store has conditional writes, and all items of a new checkpoint are archives, the save needs no marker, which
-saves two requests: an archive shows that a holdfast save wrote it, the record decides between saves, and the save
-checks that its files are still there after it has written its record.
+If a store has conditional writes, and all items of a new checkpoint are archives, the save omits the marker to avoid
+two requests. Archives identify themselves as files of a holdfast save, the conditional write of the record selects the
+winning save, and the save checks that its files still exist after it has written its record.
 
-What a crash leaves, and what removes it:
+The effects of a crash, and the subsequent clean-up:
 
 ============================  ===================================================  ================================
-after the crash in ...        the prefix has ...                                   what removes it
+after the crash in ...        the prefix has ...                                   removed by ...
 ============================  ===================================================  ================================
-WRITING                       the marker and objects; the old record and its       the next save, once it is
-                              objects, if there was one                            committed; a sweep
-WRITING, without a marker     archives                                             the same; a sweep of the run
-RECORDED                      either of the two, or the new record                 the record decides: the same
-COMMITTED, while old data go  the new record, old objects, and the marker, if any  the next save; a sweep
+WRITING                       the marker and objects, and any old record with its  the next save after its commit,
+                              objects                                              or a sweep
+WRITING, without a marker     archives                                             the same, or a sweep of the run
+RECORDED                      either of the above, or the new record               as above, or as for COMMITTED
+COMMITTED, during clean-up    the new record, old objects, and any marker          the next save, or a sweep
 late requests of a dead save  folders with the token of the save                   the next sweep, by the listing
 ============================  ===================================================  ================================
 """
@@ -46,20 +46,20 @@ class StoreCommit(PendingCheckpoint):
         location = self.location
         names = names_in(location)
         is_untouched = not {PARTIAL, DELETED} & names
-        # Read the marker before the record: a save that begins after the record was replaced may still be committed.
+        # Read the marker before the record, because a save that starts after the record was replaced may still commit.
         marked = self._lock.folders() if PARTIAL in names else []
         self._read_old(names, overwrite=overwrite)
-        # To be removed once this save is committed; so far, archives of saves without a marker.
+        # Archives of saves without a marker, to be removed after this save has been committed.
         self._leftovers = left_archives(location, names - folders_of(self._old))
-        # Late requests may leave folders with unique names, without a record or marker.
+        # Late requests may have left folders with unique names but without a record or marker.
         self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
         is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
         if is_free and type(self._parts) is CommitParts and self._copies is None:
-            self._guard = Guard.ARCHIVES  # no files here need a marker
+            self._guard = Guard.ARCHIVES  # there are no files that need a marker
         left = [] if is_untouched else self._left_by_copy(items, names)
-        self._leftovers -= {*left}  # the continued copy reuses them
+        self._leftovers -= {*left}  # because the resumed copy reuses these archives
         if not left and PARTIAL in names:
-            # These may belong to a running save that commits before this one.
+            # These files may belong to a running save that commits before this one, so they are removed later.
             others = {*marked, *(() if self._old is None else self._old.replaced)}
             if RECORD not in names:
                 others |= names
@@ -67,7 +67,7 @@ class StoreCommit(PendingCheckpoint):
         elif not (left or is_untouched):
             sweep(location, self._parts)
             names = names_in(location)
-        # Unique names, so that a save whose marker was swept, or its late requests, cannot write into these folders.
+        # Unique names prevent a save whose marker was swept, or late requests, from writing into these folders.
         self._choose_paths(items, names, left, unique=True)
 
     def _begin(self, archives: Collection[str]) -> None:
@@ -93,7 +93,7 @@ class StoreCommit(PendingCheckpoint):
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise an error if another run has removed files of this unmarked save; mark leftover archives."""
+        """Raise an error if another run has removed files of this save without a marker; mark leftover archives."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()
@@ -106,8 +106,8 @@ class StoreCommit(PendingCheckpoint):
             if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
             return
-        # Another save may be running here; the marker lists what earlier saves have left. The leftovers that this save
-        # found belong to earlier saves, which were committed before the winning save, or never will be.
+        # Another save may be running here. The marker lists the leftovers of earlier saves, which either were committed
+        # before the winning save or will never be committed.
         is_lost = self._phase is Phase.LOST
         if is_lost and has_record(self.location):
             record = read_record(self.location)

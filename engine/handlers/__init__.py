@@ -1,4 +1,4 @@
-"""Handlers: how an item of a checkpoint is written and read."""
+"""Handlers that write and read the items of a checkpoint."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Per-leaf arguments: how a leaf is saved, and what it becomes when it is restored."""
+"""Per-leaf arguments that control how a leaf is saved and restored."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Leaf = ArrayLeaf | ValueLeaf
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """How one leaf is saved.
+    """Options for saving one leaf.
 
     Attributes:
-        aggregate: Store the leaf in one file with all such leaves, not as an array of its own; meant for small leaves.
-            Text, bytes, None and long integers are always stored in ``tree.json``.
-        dtype: Cast the elements to this dtype before they are saved. Python numbers are cast, too; leaves without
-            numbers (text, bytes, None, PRNG keys) stay as they are. Precision may be lost; a value that the dtype
-            cannot hold (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
-        compression: zstd level, 1 to 22; 0 stores the bytes uncompressed; None uses the handler's setting.
-        chunk_bytes: Maximum chunk size of the array, in bytes; None uses the handler's setting.
+        aggregate: Store the leaf in a file with all other aggregated leaves instead of a separate array, which is
+            useful for small leaves. Strings, bytes, None and long integers are always stored in ``tree.json``.
+        dtype: Cast the elements, including Python numbers, to this dtype before they are saved. Strings, bytes, None
+            and PRNG keys are not cast. Precision may be lost, but the save fails if the dtype cannot represent a value,
+            such as a fraction or NaN in an integer dtype, or a finite number that would become infinite.
+        compression: The zstd level, 1 to 22; 0 stores the bytes uncompressed, and None uses the handler's setting.
+        chunk_bytes: The maximum chunk size of the array in bytes; None uses the handler's setting.
     """
 
     aggregate: bool = False
@@ -72,13 +72,13 @@ class SaveArgs:
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
-    """How one leaf is restored.
+    """Options for restoring one leaf.
 
     Attributes:
         restore_type: ``jax.Array``, ``np.ndarray``, ``torch.Tensor``, ``int``, ``float``, ``bool``, ``complex`` or
             ``str``; None uses the template's type, or the saved type if there is no template.
-        dtype: Cast the elements to this dtype; None never casts. Precision may be lost; a value that the dtype cannot
-            hold (a fraction or NaN in an integer, a finite number that would become infinite) is an error.
+        dtype: Cast the elements to this dtype; None does not cast. Precision may be lost, but it is an error if the
+            dtype cannot represent a value, as in :class:`SaveArgs`.
     """
 
     restore_type: Any = None
@@ -93,18 +93,18 @@ class RestoreArgs:
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class ArrayRestoreArgs(RestoreArgs):
-    """How to restore one leaf as a jax array, which may be sharded over devices.
+    """Options for restoring one leaf as a jax array, which may be sharded over devices.
 
     Attributes:
         restore_type: As in :class:`RestoreArgs`; None means ``jax.Array``.
-        mesh: The `jax.sharding.Mesh` to place the array on; needs ``mesh_axes``.
-        mesh_axes: The axes of the mesh over which each axis of the array is sharded: a `jax.sharding.PartitionSpec` or
+        mesh: The `jax.sharding.Mesh` on which to place the array; requires ``mesh_axes``.
+        mesh_axes: The mesh axes over which each axis of the array is sharded, as a `jax.sharding.PartitionSpec` or
             a tuple.
-        sharding: A `jax.sharding.Sharding`, instead of ``mesh`` and ``mesh_axes``.
-        global_shape: The shape of the whole array; None means the saved shape.
-        global_shapes: Another name for ``global_shape``.
-        strict: Whether a saved shape that differs from ``global_shape`` is an error. Otherwise the array is padded with
-            zeros or truncated, at the end of each axis.
+        sharding: A `jax.sharding.Sharding`, as an alternative to ``mesh`` and ``mesh_axes``.
+        global_shape: The global shape of the array; None means the saved shape.
+        global_shapes: An alias of ``global_shape``.
+        strict: Whether a saved shape that differs from ``global_shape`` is an error. If False, the array is padded
+            with zeros or truncated at the end of each axis.
     """
 
     mesh: Any = None
@@ -131,7 +131,7 @@ class ArrayRestoreArgs(RestoreArgs):
 
 
 def leaf_request(name: str, args: RestoreArgs) -> LeafRequest:
-    """Convert a leaf's RestoreArgs to a LeafRequest for loading."""
+    """Convert the RestoreArgs of a leaf to a LeafRequest."""
     if not isinstance(args, ArrayRestoreArgs):
         return LeafRequest(kind=_kind(args.restore_type), dtype=args.dtype)
     return LeafRequest(
@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Broadcast per-leaf arguments to a list: one for all leaves, or a tree that may end early or omit keys."""
+    """Broadcast per-leaf arguments to a list. The input is one for all leaves, or a tree prefix that may omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)
@@ -171,7 +171,7 @@ def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: s
         raise OptionError(
             f"{argument}: expected {cls.__name__} at the leaf {format_path(name)}, found {class_name(given)}"
         )
-    if node is None:  # jax turns a container without leaves into None
+    if node is None:  # jax converts a container without leaves to None
         return [None]
     segments = key_segments(node.keys, len(node.children))
     prefix = f"{name}." if name else ""
@@ -185,7 +185,7 @@ def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: s
 
 def number_dtype(given: Any) -> np.dtype[Any]:
     """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
-    import ml_dtypes  # registers its dtype names with numpy; imported lazily, because few programs need them
+    import ml_dtypes  # registers its dtype names with numpy; imported lazily because few programs need them
 
     name = str(given).removeprefix("torch.")
     try:
@@ -241,7 +241,7 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
         details = {**details, "kind": number_kind(dtype)}
     pieces, volatile = leaf.pieces, leaf.volatile
     if storage_dtype(dtype).extra is not None:
-        # Only dtypes that are stored as bytes are cast here; all others are cast chunk by chunk while writing.
+        # Cast only to dtypes that are stored as bytes; all other casts are done chunk by chunk while writing.
         pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
     return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
 
@@ -256,14 +256,14 @@ def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[An
 def aggregate(
     names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
 ) -> tuple[list[Leaf], dict[str, bytes]]:
-    """Pack the ``aggregate=True`` leaves into one file; return all leaves (packed ones as entries), and the file."""
+    """Pack leaves with ``aggregate=True`` into a file and replace them with entries; return all leaves and the file."""
     kept = list(leaves)
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []
     size = 0
     for index, (name, leaf, arg) in enumerate(zip(names, leaves, args, strict=True)):
         if arg is None or not arg.aggregate or isinstance(leaf, ValueLeaf):
-            continue  # plain values are stored in tree.json anyway
+            continue  # plain values are always stored in tree.json
         if leaf.parts is not None or len(leaf.pieces) != 1 or leaf.pieces[0].array.shape != leaf.shape:
             problems.append((name, "is sharded over devices; leave out aggregate=True"))
             continue

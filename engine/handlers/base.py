@@ -1,7 +1,7 @@
-"""The handler protocol: a handler writes one kind of object into a folder and reads it back.
+"""The handler protocol, by which a handler writes one kind of object into a folder and reads it back.
 
-A handler need not deal with atomicity or threads: a :class:`~holdfast.Checkpointer` or a
-:class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
+A handler need not deal with atomicity or threads, because a :class:`~holdfast.Checkpointer` or a
+:class:`~holdfast.CheckpointManager` calls the handler and commits the written files.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum bytes of an item packed into one file: reading all of it takes no longer than another request to a store.
+# Maximum bytes of an item packed into one file, so that reading it takes no longer than another request to a store.
 SMALL_ITEM = 256 << 10
 
-# Arguments that only the engine, not callers of a checkpointer, passes to handlers.
+# Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
 class SaveFuture(Protocol):
-    """The part of a save that can run later, on another thread."""
+    """A deferred part of a save, which can be completed on another thread."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Complete this part; return the files written (``Files``) if the handler knows them, or anything else."""
+        """Complete this part; return the written files (``Files``) if the handler knows them, or any other value."""
         ...
 
 
 class PreparedItem(Protocol):
-    """An item whose snapshot has been taken: every process writes its share, and process 0 merges the shares."""
+    """An item whose snapshot has been taken. Every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share, durably if it is one of several; return what process 0 needs to merge it."""
+        """Write this process's share, durably if there are several processes; return a fragment for :meth:`merge`."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        """Complete the item from what every process's ``write`` returned; return all files, for the commit."""
+        """Complete the item from the fragments that ``write`` returned on each process; return all files to commit."""
         ...
 
 
 @runtime_checkable
 class SizedItem(PreparedItem, Protocol):
-    """An item whose size is known before it is written, and which can be written to any location, even in memory."""
+    """An item of known size that can be written to any location, even in memory."""
 
     def estimate_bytes(self) -> int | None:
-        """Return roughly how many bytes all processes write; None if the item needs a real folder, not memory."""
+        """Estimate the number of bytes that all processes write; return None if the item cannot be kept in memory."""
 
 
 class CheckpointHandler(abc.ABC):
-    """Saves and restores one kind of object, in its own folder.
+    """Saves and restores one kind of object in a folder of the checkpoint.
 
     Attributes:
-        kind: Name by which the commit record identifies what this handler writes.
-        collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
+        kind: The name by which the commit record identifies items of this handler.
+        collective: Whether all processes take part in a save. Otherwise, only process 0 calls the handler.
         optional: Whether a checkpoint may be saved without the item, and restored without it even if it was saved.
-        verifies: Whether restoring verifies what it reads. Otherwise, all files are first checked against digests.
-        shares_reads: Whether :meth:`restore` takes ``shared=``, so that data needed by several processes is read only
-            once; a subclass that overrides ``restore`` must set it again.
+        verifies: Whether :meth:`restore` verifies the data. Otherwise, the checksums of all files are checked first.
+        shares_reads: Whether :meth:`restore` accepts ``shared=``, so that data needed by several processes is read only
+            once. A subclass that overrides ``restore`` must set this attribute again.
     """
 
     kind = "files"
@@ -86,69 +86,69 @@ class CheckpointHandler(abc.ABC):
         """Write an item into a folder.
 
         Args:
-            directory: An empty folder. It can be used as a path if it is on a file system.
+            directory: An empty folder, which can be used as a path if it is on a file system.
             item: The object to save.
             **kwargs: The caller's ``save_kwargs``.
 
         Returns:
-            The files if they are already durable; if None, the caller lists them and makes them durable.
+            The files if they are already durable, or None to let the caller list them and make them durable.
         """
 
     @abc.abstractmethod
     def restore(self, directory: Location, item: Any = None, **kwargs: Any) -> Any:
-        """Read an item back.
+        """Restore an item.
 
         Args:
-            directory: The folder.
-            item: What to restore into, or a model for the result, if the handler uses one.
-            **kwargs: The caller's ``restore_kwargs``. Handlers that verify also get ``files``, the folder's files as
-                listed in the commit record, to check against.
+            directory: The folder of the item.
+            item: A template for the result, or the object to restore into, if the handler uses one.
+            **kwargs: The caller's ``restore_kwargs``. Handlers with ``verifies`` also receive ``files``, the folder's
+                files as listed in the commit record, for verification.
 
         Returns:
-            The item.
+            The restored item.
         """
 
     def structure(self, directory: Location, **kwargs: Any) -> Any:
-        """Describe the item without reading its data; a handler that cannot do so does not define this method.
+        """Describe the item without reading its data. Handlers that cannot do this should not override this method.
 
         Args:
-            directory: The folder.
-            **kwargs: ``files`` for handlers that verify, as for :meth:`restore`.
+            directory: The folder of the item.
+            **kwargs: ``files`` for handlers with ``verifies``, as for :meth:`restore`.
         """
         return None
 
 
 class AsyncCheckpointHandler(CheckpointHandler):
-    """A handler that can take a snapshot quickly and write it later."""
+    """A handler that can take a snapshot of an item and write it later."""
 
     @abc.abstractmethod
     async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
         """Take a snapshot of an item.
 
         Args:
-            directory: An empty folder for it.
-            item: The object to save; it may change as soon as this method returns.
+            directory: An empty folder for the item.
+            item: The object to save, which may change as soon as this method returns.
             **kwargs: The caller's ``save_kwargs``.
 
         Returns:
-            Futures whose ``result()`` completes the save, called one after the other on another thread.
+            Futures that complete the save when their ``result()`` is called, in order, on another thread.
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
-        """Take the snapshot and write it at once."""
+        """Take a snapshot of an item and write it immediately."""
         return finish(run_coroutine(self.async_save(directory, item, **kwargs)))
 
 
 class PreparedCheckpointHandler(AsyncCheckpointHandler):
-    """A handler whose snapshot needs no folder: an item that cannot be saved fails before anything is written.
+    """A handler that takes a snapshot without a folder, so that unsupported items fail before files are written.
 
     Attributes:
-        divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may omit from
-            the snapshot what other processes write; it is passed if several processes save together.
-        reuses: Whether :meth:`prepare` takes ``reuse=``, the data files of earlier steps; it is passed by managers that
-            do not write unchanged arrays again.
-        layout: The handler's data file sizes, if :meth:`prepare` takes ``layout=`` to override them; a manager whose
-            mirror is in an object store passes the layout for uploads.
+        divides: Whether :meth:`prepare` accepts ``member=``, the process whose share will be written, which is passed
+            if several processes save together. The snapshot may then omit data that is not in this share.
+        reuses: Whether :meth:`prepare` accepts ``reuse=``, the data files of earlier steps, which managers pass so that
+            unchanged arrays are not written again.
+        layout: The data file sizes of the handler, if :meth:`prepare` accepts ``layout=`` to override them. A manager
+            whose mirror is in an object store passes a layout for uploads.
     """
 
     divides = False
@@ -157,12 +157,12 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
 
     @abc.abstractmethod
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Make an item ready to be written.
+        """Prepare an item to be written.
 
         Args:
             item: The object to save.
             snapshot: Whether the item may change before it is written. A handler may reuse the memory of its last
-                snapshot, so each snapshot must be written or abandoned before the next one is taken.
+                snapshot, so each snapshot must be written or discarded before the next one is taken.
             **kwargs: The caller's ``save_kwargs``.
 
         Returns:
@@ -170,11 +170,11 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:
-        """Write an item at once."""
+        """Write an item immediately."""
         return write_alone(self.prepare(item, snapshot=False, **kwargs), directory)
 
     async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
-        """Take a snapshot of an item; the only future writes it."""
+        """Take a snapshot of an item; return a single future that writes it."""
         return [_DeferredWrite(self.prepare(item, snapshot=True, **kwargs), directory)]
 
 
@@ -194,7 +194,7 @@ class _DeferredWrite:
 
 
 def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Event | None = None) -> Files:
-    """Write an item from this process alone, and make its files durable."""
+    """Write an item of a single process, and make its files durable."""
     return make_durable(folder, prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))]))
 
 
@@ -235,7 +235,7 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future reports the files that it wrote, or else None."""
+    """Complete a save; return its files if every future reports the files that it has written, or else None."""
     records: dict[str, FileRecord] = {}
     are_known = bool(futures)
     for future in futures or ():
@@ -248,7 +248,7 @@ def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to completion, even if an event loop is already running, as in a notebook."""
-    import asyncio  # imported lazily: only user-defined handlers need it, and importing it takes as long as the engine
+    import asyncio  # imported lazily because only user-defined handlers need it, and importing it is slow
 
     try:
         asyncio.get_running_loop()
@@ -263,7 +263,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 results.append(runner.run(coroutine))
-        except BaseException as error:  # raised on the caller's thread
+        except BaseException as error:  # raised again on the caller's thread
             errors.append(error)
 
     def interrupted(error: BaseException) -> None:
@@ -296,12 +296,12 @@ def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], meth
 
 
 class JsonCheckpointHandler(PreparedCheckpointHandler):
-    """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
+    """Saves a JSON document, which consists of nested dictionaries and lists of strings, numbers, booleans and None.
 
-    If several processes save together, process 0 saves its document, and the others' documents are ignored.
+    If several processes save together, only the document of process 0 is saved.
 
     Args:
-        filename: Name of the file in the item's folder.
+        filename: The name of the file in the item's folder.
     """
 
     kind = "json"
@@ -311,7 +311,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         self._filename = filename
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Make an item ready to be written; raise UnsupportedLeafError if JSON cannot represent it."""
+        """Prepare an item to be written; raise UnsupportedLeafError if it cannot be represented as JSON."""
         refuse_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})
@@ -322,7 +322,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         return PreparedFiles({self._filename: content})
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Read the item back; ``item`` is not used."""
+        """Restore the item; the argument ``item`` is ignored."""
         refuse_arguments(self, kwargs, self.restore)
         directory, files = open_folder(directory, files)
         file = directory / self._filename
@@ -330,5 +330,5 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         return decode_document(content, "json", source=str(file)).get("data")
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Return the item itself: reading it costs no more than describing it."""
+        """Return the item itself, because reading it is as fast as describing it."""
         return self.restore(directory, files=files)

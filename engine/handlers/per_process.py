@@ -31,19 +31,19 @@ from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
-SMALL_SHARE = 16 << 10  # bytes; smaller zip files are sent to process 0 as fragments (see `Save`), and it writes them
+SMALL_SHARE = 16 << 10  # maximum bytes of a zip file that is sent to process 0, which writes it (see `Save`)
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
-    """Saves a tree for each process of a program, in a folder named after the process; a small one is one zip file.
+    """Saves one tree for each process, in a folder named after the process, or in a zip file if the tree is small.
 
-    Each process gets its own tree back. If the number of processes differs from the save's, a warning reports it:
-    fewer processes get the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
-    the template back, or None if there is none, but never another process's random stream or data position.
+    Each process restores its own tree. If the number of processes has changed, a warning is logged. With fewer
+    processes, the trees of the last ones are not restored. An additional process has no saved tree, and receives its
+    template, or None without a template, but never the random stream or data position of another process.
 
     Args:
-        handler: Handler that saves and restores each process's tree; None creates one.
-        coordinator: How the processes find each other; None detects it.
+        handler: The handler that saves and restores the tree of each process; None creates one.
+        coordinator: Connects the processes; None uses jax.distributed or torch.distributed if one is initialized.
     """
 
     kind = PROCESSES
@@ -60,7 +60,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         self._coordinator = coordinator
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Make this process's tree ready to be written."""
+        """Prepare the tree of this process to be written."""
         return ProcessShare(self._handler.prepare(item, snapshot=snapshot, **kwargs))
 
     def restore(
@@ -73,14 +73,14 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         files: Files | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read this process's tree back; return the template if this process has no saved tree.
+        """Restore the tree of this process; return the template if this process has no saved tree.
 
         Args:
-            directory: The folder.
+            directory: The folder of the item.
             item: The template, as for trees.
-            process: Read the tree of this process instead.
-            every: If the number of processes differs from the save's, return the trees of all saved processes, as
-                :class:`SavedShares`, instead of warning about it.
+            process: The index of another process, whose tree is restored instead.
+            every: If the number of processes has changed, return the trees of all saved processes as
+                :class:`SavedShares`, without a warning.
             files: The folder's files, as listed in the commit record.
             **kwargs: As for trees.
         """
@@ -94,7 +94,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Describe every process's tree, in process order."""
+        """Return the descriptions of all processes' trees, in process order."""
         return [self._handler.structure(share.folder, files=share.files) for share in _shares(directory, files)]
 
 
@@ -107,7 +107,7 @@ class SavedShares:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tree that a process restores: its own, or that of process 0 if it has none."""
+    """The saved tree of a process, or the tree of process 0 if the process has none."""
 
     folder: Location
     files: Mapping[str, FileRecord]
@@ -139,9 +139,9 @@ def own_share(
 
 
 class ProcessShare:
-    """One process's tree, to be written into a folder, or into a zip file if it is small.
+    """The tree of one process, to be written into a folder, or into a zip file if it is small.
 
-    If all processes save to one location, very small zip files are sent to process 0, which packs them together.
+    If all processes save to the same location, very small zip files are sent to process 0, which packs them together.
     """
 
     def __init__(self, prepared: PreparedItem) -> None:
@@ -186,7 +186,7 @@ class ProcessShare:
 
 
 class PreparedGraph(PreparedFiles):
-    """A tree to be written, its graph document, and this process's own part, if any."""
+    """A tree to be written, with its graph document and an optional part that is specific to this process."""
 
     def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Handlers for pytrees and for single arrays, which are stored as single-leaf trees."""
+"""Handlers for pytrees, and for single arrays, which are stored as trees with a single leaf."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ _logger = logging.getLogger("holdfast")
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves pytrees: containers of arrays of any library, scalars, text, bytes, and leaves that have a type handler.
+    """Saves pytrees of arrays of any library, scalars, strings, bytes, and leaves that have a type handler.
 
     Args:
-        layout: Sizes of chunks, segments and data files, and the compression of chunks.
-        compression: zstd level for the chunks, instead of the layout's.
-        chunk_bytes: Largest chunk of an array in bytes, instead of the layout's.
-        data_file_bytes: Largest data file in bytes, instead of the layout's.
-        type_handler_registry: Handlers for leaves of the user's own types; None is the default registry, to which
-            ``register_type_handler`` adds.
-        aggregate_handler: Handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None is msgpack.
-        pinned_bytes: Maximum bytes of pinned host memory for snapshots of arrays on GPUs: it is kept, and the GPU
-            copies into it while the program continues. The save blocks until what does not fit has been copied. None is
-            half of the machine's memory, divided by the number of its processes; 0 pins nothing.
-        use_ocdbt: Must be true: arrays are always stored in an OCDBT database. The argument exists for programs written
-            for Orbax.
+        layout: The sizes of chunks, segments and data files, and the compression of chunks.
+        compression: The zstd level for chunks, instead of the layout's.
+        chunk_bytes: The maximum size of a chunk in bytes, instead of the layout's.
+        data_file_bytes: The maximum size of a data file in bytes, instead of the layout's.
+        type_handler_registry: Handlers for leaves of user-defined types; None uses the default registry, to which
+            ``register_type_handler`` adds handlers.
+        aggregate_handler: The handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None uses msgpack.
+        pinned_bytes: The maximum bytes of pinned host memory for snapshots of GPU arrays. This memory is reused, and
+            GPUs copy to it while the program continues. Saves block until arrays that do not fit have been copied.
+            None uses half of the machine's memory, divided by the number of its processes; 0 disables pinned memory.
+        use_ocdbt: Must be true, because arrays are always stored in an OCDBT database. The argument exists only for
+            compatibility with Orbax.
     """
 
     kind = "pytree"
@@ -121,17 +121,17 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         fresh: FreshTypes | None = None,
         **kwargs: Any,
     ) -> PreparedItem:
-        """Make a tree ready to be written.
+        """Prepare a tree to be written.
 
         Args:
             item: The tree.
-            snapshot: Whether to copy arrays that can change. Arrays that cannot, such as jax's, are kept, not copied.
-            save_args: How to save each leaf: one :class:`~holdfast.SaveArgs` for all leaves; or a tree of them like the
-                item, which may end early with one for all leaves below it, and may omit keys.
-            layout: Sizes of chunks, segments and data files, instead of the handler's own.
-            member: The process whose share will be written: the snapshot need not hold what other processes write.
-            reuse: The data files of earlier steps: unchanged arrays are not written again.
-            fresh: The types of the state that the run began with (:func:`fresh_types`), for ``as_saved`` of
+            snapshot: Whether to copy mutable arrays. Immutable arrays, such as jax arrays, are referenced instead.
+            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree with one for each leaf or
+                subtree, which may omit keys.
+            layout: The sizes of chunks, segments and data files, instead of the handler's own.
+            member: The process whose share will be written, which allows the snapshot to omit other processes' data.
+            reuse: The data files of earlier steps, which are reused for unchanged arrays.
+            fresh: The types of the run's initial state (:func:`fresh_types`), for ``as_saved`` of
                 :meth:`restore`.
             **kwargs: Must be empty.
 
@@ -140,14 +140,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
         Raises:
             UnsupportedLeafError: A leaf cannot be saved; the error names every such leaf.
-            OptionError: ``save_args`` do not fit the tree.
+            OptionError: ``save_args`` does not match the tree.
         """
         refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
         self._snapshots += snapshot
         if snapshot and self._snapshots.bit_count() == 1 and not self._has_warned and loaded("jax") is not None:
             self._has_warned = _warn_of_replicas(flatten(item, self._registry.leaf_types))
-        # A run saves similar trees, so their common properties are cached, except with SaveArgs or type handlers.
+        # A run saves similar trees, so cache their common properties unless SaveArgs or type handlers are used.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         key, last = (layout, process.index, process.count, fresh), self._last
         if recurs and last is not None and last.key == key:
@@ -190,10 +190,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def _keep(self, last: _LastTree, structure: TreeDef | None, copies: Snapshot) -> None:
-        """Once a tree has been written, cache its properties for the next save."""
+        """Cache the properties of a tree for the next save, after the tree has been written."""
         try:
             last.tree.settle(structure, copies)
-        except Exception as error:  # the tree itself has been written
+        except Exception as error:  # not fatal, because the tree itself has been written
             _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
             self._last = last
@@ -218,55 +218,55 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         subset: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Read a tree.
+        """Restore a tree.
 
         Args:
-            directory: The folder.
-            item: The template: its containers, array libraries, dtypes and shardings decide what is returned; leaves
-                that are ``...`` or a bare ``object()`` become what was saved. The state dict of a torch optimizer that
-                has not taken a step yet gets the saved values. None returns the saved containers with numpy arrays.
+            directory: The folder of the item.
+            item: The template, which determines containers, array libraries, dtypes and shardings of the result. Leaves
+                that are ``...`` or a bare ``object()`` are restored as saved. The state dict of a torch optimizer that
+                has not taken a step receives the saved values. None returns the saved containers with numpy arrays.
             files: The folder's files, as listed in the commit record.
-            restore_args: What each leaf becomes; takes precedence over the template: one
-                :class:`~holdfast.RestoreArgs` for all leaves; or a tree of them like the template (without one, like
-                the saved tree), which may end early with one for all leaves below it, and may omit keys.
+            restore_args: A :class:`~holdfast.RestoreArgs` for all leaves, or a prefix of the template (without a
+                template, of the saved tree) with one for each leaf or subtree, which may omit keys. These arguments
+                take precedence over the template.
             select: Patterns of paths; only matching leaves are read.
             transforms: Transformations from the saved tree to the template's tree, as for
-                :func:`~holdfast.load_transformed`; they need a template.
-            transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
-                tree; otherwise they come from the template.
-            torch_tensors: Whether, without a template, torch tensors are restored as tensors if the program has
-                imported torch, as ``load_state_dict`` needs them. Managers set this.
-            as_saved: Whether the template is the fresh state of a run that resumes: if it has the types of the fresh
-                state that the run began with (``fresh`` of :meth:`prepare`), leaves are restored with the types they
-                had when saved, and lists and dictionaries that have grown are restored whole; other types are an
-                error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
-                template, jax arrays are restored as jax arrays if the program has imported jax; a list of root keys
-                restricts that to the leaves below them.
-            entries: Templates for some entries of a saved dictionary, which may be missing there; the other entries
-                are restored as if there were no template.
-            source: A tree saved by another library, which is read instead of the one in the folder.
-            shared: Shared reads of all processes, from a manager: data that several processes need is read only once.
-            cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
+                :func:`~holdfast.load_transformed`; they require a template.
+            transforms_default_to_original: Whether keys of both trees without a transformation are restored from the
+                saved tree instead of the template.
+            torch_tensors: Whether to restore torch tensors as tensors without a template if the program has imported
+                torch, because ``load_state_dict`` requires tensors. Managers set this.
+            as_saved: Whether the template is the initial state of a resuming run. If it has the types of the state with
+                which the run began (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and
+                lists and dictionaries that have grown are restored completely; other types are an error. If the run
+                has recorded no types, only the template determines the result. Without a template, jax arrays are
+                restored as jax arrays if the program has imported jax; a list of root keys restricts this to the
+                leaves below them.
+            entries: Templates for some entries of a saved dictionary, which may lack these entries. Other entries
+                are restored without a template.
+            source: A tree saved by another library, which is read instead of the tree in the folder.
+            shared: Shared reads of all processes, from a manager, so that data needed by several is read only once.
+            cast: Whether to cast leaves of another dtype of the same kind to the template's dtype, as for
                 :func:`~holdfast.load`.
-            subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
+            subset: Whether to omit leaves that the template lacks, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
 
         Returns:
-            The tree.
+            The restored tree.
 
         Raises:
-            TreeMismatchError: Template and checkpoint differ; the error lists every leaf that differs.
-            DamagedCheckpointError: Stored data does not match its checksums.
-            OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree;
-                or a leaf needs a type handler that is not registered.
+            TreeMismatchError: The template and the checkpoint differ; the error lists every leaf that differs.
+            DamagedCheckpointError: The stored data does not match its checksums.
+            OptionError: ``transforms`` is given without a template or with ``select``, ``restore_args`` does not match
+                the tree, or a leaf requires a type handler that is not registered.
         """
         refuse_arguments(self, kwargs, self.restore)
-        # Imported lazily: saving does not need the reading code.
+        # Imported lazily because saving does not require the reading code.
         from ..arrays import TreeReader, load_entries, load_transformed_tree, load_tree, with_optimizer_states
 
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
-        # Without a template, only the selected leaves need to be opened.
+        # Open only the selected leaves if there is no template.
         alone = item is None and restore_args is None and not as_saved and source is None
         reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
         select = None if alone else select
@@ -306,14 +306,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     def structure(
         self, directory: Location, *, files: Files | None = None, source: TreeSource | None = None, **kwargs: Any
     ) -> Any:
-        """Return the tree with each leaf replaced by its description; no data is read."""
+        """Return the tree with each leaf replaced by its description, without reading data."""
         from ..arrays import TreeReader, tree_metadata
 
         return tree_metadata(source or TreeReader(directory, files, aggregate=self._aggregate))
 
 
 def check_savable(item: Any) -> None:
-    """Raise UnsupportedLeafError if saving the tree would raise it; abstract leaves are allowed."""
+    """Raise UnsupportedLeafError if the tree cannot be saved; abstract leaves are allowed."""
     flat = flatten(item, DEFAULT_REGISTRY.leaf_types)
     leaves = zip(flat.names, flat.values, strict=True)
     ours = {name: value for name, value in leaves if DEFAULT_REGISTRY.find(value) is None}
@@ -321,14 +321,14 @@ def check_savable(item: Any) -> None:
 
 
 def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
-    """Return the leaf types of a run's initial state, for the ``fresh`` argument; ``roots`` names its root entries."""
+    """Return the leaf types of a run's initial state for the ``fresh`` argument; ``roots`` are its root entries."""
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
     return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)
 
 
 def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
-    """Flatten a template, replacing bare objects and leaves that have a type handler with ``...``."""
+    """Flatten a template, and replace bare objects and leaves that have a type handler with ``...``."""
     flat = flatten(item, registry.leaf_types)
     values = [... if type(value) is object or registry.find(value) is not None else value for value in flat.values]
     return Flattened(flat.names, values, flat.structure)
@@ -345,7 +345,7 @@ class _LastTree(NamedTuple):
 
 
 def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collection[str]) -> dict[str, LeafRequest]:
-    """Return requests that restore arrays as arrays of their original library, if the program has imported it."""
+    """Return requests to restore arrays as arrays of their original library if the program has imported it."""
     requests: dict[str, LeafRequest] = {}
     of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
     roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))
@@ -358,7 +358,7 @@ def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collec
 
 
 def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
-    """Warn about jax arrays that share memory with arrays of the tree that the program may change in place."""
+    """Warn about jax arrays that share memory with mutable arrays of the tree."""
     if shared := shared_memory(names, leaves):
         pairs = [f"{format_path(name)} with {format_path(other)}" for name, other in shared]
         _logger.warning(
@@ -373,7 +373,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
     """Warn about jax arrays whose replicas differ; return True if there are any."""
     try:
         differing = list(differing_replicas(flat.names, flat.values))
-    except RuntimeError:  # for example, no device memory is left for a copy of a key's data
+    except RuntimeError:  # for example, because there is no device memory for a copy of a key's data
         _logger.info("the replicas of jax arrays are not compared", exc_info=True)
         return False
     if differing:
@@ -392,7 +392,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:
-    """Describe the leaves; those that have a type handler are represented by their notes."""
+    """Describe the leaves; leaves that have a type handler are represented by their notes."""
     notes = external.notes
     if not notes:
         return describe(flat.names, flat.values, pinned_bytes=pinned_bytes)
@@ -403,7 +403,7 @@ def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> 
 
 
 class _PreparedTree(PreparedFiles):
-    """A tree with leaves that are stored outside its database and written by process 0."""
+    """A tree with leaves that process 0 stores outside the tree's database."""
 
     def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
         super().__init__(files, tree)
@@ -419,18 +419,18 @@ class _PreparedTree(PreparedFiles):
 
 
 class ArrayCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves one bare array, or one number.
+    """Saves a single array or number.
 
-    It is stored as a tree of one leaf; ``holdfast.load`` and :class:`~holdfast.PyTreeCheckpointHandler` read it, too.
-    It takes the arguments of :class:`~holdfast.PyTreeCheckpointHandler`.
+    The array is stored as a tree with one leaf, which ``holdfast.load`` and :class:`~holdfast.PyTreeCheckpointHandler`
+    can also read. This handler takes the same arguments as :class:`~holdfast.PyTreeCheckpointHandler`.
     """
 
     def prepare(self, item: Any, *, snapshot: bool, save_args: Any = None, **kwargs: Any) -> PreparedItem:
-        """Make an array ready to be written.
+        """Prepare an array to be written.
 
         Args:
             item: An array of numpy, jax or torch, or a number.
-            snapshot: Whether to copy the array if it can change.
+            snapshot: Whether to copy the array if it is mutable.
             save_args: The :class:`~holdfast.SaveArgs` of the array.
             **kwargs: As for a tree.
 

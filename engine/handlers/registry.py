@@ -1,4 +1,4 @@
-"""Type handlers: leaves of types that holdfast does not know, or that are stored elsewhere."""
+"""Type handlers for leaves of types that holdfast does not support, or that are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .base import Files, finish, run_coroutine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """Information about one leaf, exchanged with its :class:`TypeHandler`.
+    """Information about a leaf that is exchanged with its :class:`TypeHandler`.
 
     Attributes:
         name: The leaf's storage name, such as ``params.vocabulary``.
-        facts: JSON values that the handler needs again to read the leaf; stored in ``tree.json``. Facts read back from
-            a checkpoint must not be trusted.
-        folder: The leaf's own folder, for any number of files, which are part of the checkpoint. It exists when
-            ``serialize`` is called; None before that.
+        facts: JSON values that the handler needs to read the leaf, which are stored in ``tree.json``. Values that are
+            read from a checkpoint must not be trusted.
+        folder: A folder for any number of files of the leaf, which are part of the checkpoint. The folder exists when
+            ``serialize`` is called, and is None before that.
     """
 
     name: str
@@ -37,28 +37,28 @@ class ParamInfo:
 
 
 class TypeHandler(abc.ABC):
-    """Saves and restores leaves of the user's own types, or leaves of any type in the user's own storage.
+    """Saves and restores leaves of user-defined types, or leaves of any type in user-defined storage.
 
     Attributes:
-        name: Name of this handler in ``tree.json``; a handler with this name must be registered to restore the leaves.
+        name: The name of this handler in ``tree.json``. A handler with this name is required to restore the leaves.
     """
 
     name: str
 
     def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> Sequence[ParamInfo]:
-        """Check that leaves can be saved, and return what is needed to save them; nothing is written yet.
+        """Check that leaves can be saved, and return information for saving them, before any files are written.
 
         Args:
             values: The leaves.
-            names: Their storage names.
+            names: The storage names of the leaves.
 
         Returns:
-            One info for each leaf, without a folder.
+            One :class:`ParamInfo` without a folder for each leaf.
         """
         return [ParamInfo(name=name) for name in names]
 
     def snapshot(self, value: Any) -> Any:
-        """Return a copy that does not change, because the leaf itself may change during a background save.
+        """Return an independent copy of a leaf, because the leaf itself may change during a background save.
 
         Args:
             value: A leaf.
@@ -67,13 +67,13 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[SaveArgs]) -> Any:
-        """Write leaves; may be called on another thread, and only on process 0. May be a coroutine.
+        """Write leaves on process 0, possibly on another thread. This method may be a coroutine.
 
         Args:
-            values: The leaves, or snapshots of them.
-            infos: What :meth:`param_infos` returned for them, with their folders. The caller makes files in these
-                folders durable and digests them.
-            args: The arguments that the caller of ``save`` gave for each leaf.
+            values: The leaves, or snapshots of the leaves.
+            infos: The results of :meth:`param_infos`, with folders. The caller makes the files in these folders
+                durable and computes their digests.
+            args: The arguments for each leaf that were passed to ``save``.
 
         Returns:
             None, or futures whose ``result()`` completes the writing.
@@ -81,14 +81,14 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[RestoreArgs]) -> Any:
-        """Read leaves back. May be a coroutine.
+        """Read leaves. This method may be a coroutine.
 
         Args:
-            infos: One for each leaf, with its folder and facts. The files in the folder match their digests.
-            args: The arguments that the caller of ``restore`` gave for each leaf.
+            infos: The information about each leaf, with folder and facts. The files in the folder match their digests.
+            args: The arguments for each leaf that were passed to ``restore``.
 
         Returns:
-            The leaves.
+            The restored leaves.
         """
 
 
@@ -108,9 +108,9 @@ class TypeHandlerRegistry:
         """Add a handler.
 
         Args:
-            leaf_type: The handler gets all leaves that are instances of this type, even containers and arrays.
-            handler: Handler that saves and restores them.
-            override: Whether to replace the type's existing handler.
+            leaf_type: The type whose instances are leaves for this handler, even if they are containers or arrays.
+            handler: The handler that saves and restores these leaves.
+            override: Whether to replace an existing handler of the type.
 
         Raises:
             OptionError: The type already has a handler, or another handler has the same name.
@@ -138,7 +138,7 @@ class TypeHandlerRegistry:
         return tuple(self._handlers)
 
     def find(self, value: Any) -> TypeHandler | None:
-        """Return the handler for a leaf, registered for its type or its nearest base class; None if there is none."""
+        """Return the handler that is registered for a leaf's type or its nearest base class, or None."""
         if not self._handlers:
             return None
         for base in type(value).__mro__:
@@ -151,7 +151,7 @@ class TypeHandlerRegistry:
         return next((handler for handler in self._handlers.values() if handler.name == name), None)
 
 
-# Used by ``holdfast.load``, and by pytree handlers that have no registry of their own.
+# Used by ``holdfast.load``, and by pytree handlers without a separate registry.
 DEFAULT_REGISTRY = TypeHandlerRegistry()
 
 
@@ -159,9 +159,9 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
     """Add a handler to the default registry, for the rest of the program.
 
     Args:
-        leaf_type: The handler gets all leaves that are instances of this type.
-        handler: Handler that saves and restores them.
-        override: Whether to replace the type's existing handler.
+        leaf_type: The type whose instances are leaves for this handler.
+        handler: The handler that saves and restores these leaves.
+        override: Whether to replace an existing handler of the type.
 
     Raises:
         OptionError: The type already has a handler, or another handler has the same name.
@@ -169,15 +169,15 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
     DEFAULT_REGISTRY.register(leaf_type, handler, override=override)
 
 
-FOLDER = "leaves"  # contains one folder per leaf, named by the leaf's index in the tree
+FOLDER = "leaves"  # folder with one subfolder per leaf, named after the leaf's index in the tree
 
 
-# A handler, and the indexes of its leaves in the tree, with their values, infos and arguments.
+# A handler, and the indexes, values, infos and arguments of its leaves.
 _Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[SaveArgs]]
 
 
 class ExternalLeaves:
-    """The leaves of a tree that have a type handler; each is written into its own folder."""
+    """The leaves of a tree that have a type handler, each of which is written into a separate folder."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class ExternalLeaves:
 
 
 def _by_handler(handlers: Iterable[tuple[int, TypeHandler | None]]) -> Iterable[tuple[TypeHandler, list[int]]]:
-    """Group leaves by handler: return each handler with the indexes of its leaves; skip leaves without one."""
+    """Return each handler with the indexes of its leaves, ignoring leaves without a handler."""
     groups: dict[str, tuple[TypeHandler, list[int]]] = {}
     for number, handler in handlers:
         if handler is not None:
@@ -253,7 +253,7 @@ def restore_external(
     registry: TypeHandlerRegistry,
     args: Mapping[str, RestoreArgs],
 ) -> Any:
-    """Read the leaves that have type handlers into a loaded tree; ``numbers`` maps their names to indexes."""
+    """Read the leaves that have type handlers into a loaded tree; ``numbers`` maps leaf names to indexes."""
     flat = flatten(tree, registry.leaf_types)
     values = list(flat.values)
     external = {position: value for position, value in enumerate(values) if isinstance(value, ExternalLeaf)}
@@ -286,7 +286,7 @@ def restore_external(
 def _explained(
     handler: TypeHandler, method: str, leaves: Sequence[tuple[str, str]], folder: Location | None = None
 ) -> Iterator[None]:
-    """Annotate errors from a user-defined handler method with the leaves and folder it was called for."""
+    """Annotate errors from a user-defined handler method with the leaves and the folder that it processes."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Manages the checkpoints of one run: when to save, what to keep, and which step to resume from."""
+"""Manage the checkpoints of one run: when to save, which steps to keep, and which step to resume from."""
 
 import lazy_loader
 

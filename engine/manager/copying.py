@@ -1,4 +1,4 @@
-"""Copying checkpoints to another place: a single one, or a run with all its steps."""
+"""Copy a checkpoint, or a run with all its steps, to another location."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class CopyReport:
     """The result of copying one checkpoint.
 
     Attributes:
-        source: The original.
-        path: The copy.
-        step: Its step, or None for a checkpoint outside a manager.
-        bytes: The total size of its files in bytes.
-        sent: Bytes that this call copied itself; the rest was there already, or was copied by the store.
+        source: The path or URL of the original.
+        path: The path or URL of the copy.
+        step: The checkpoint's step, or None if it was not saved by a manager.
+        bytes: The total size of the checkpoint's files in bytes.
+        sent: The bytes that this call transferred, excluding files that already existed or were copied by the store.
     """
 
     source: str
@@ -60,35 +60,35 @@ def copy_checkpoint(
     progress: Progress | None = None,
     coordinator: Coordinator | None = None,
 ) -> list[CopyReport]:
-    """Copy a checkpoint, or a run with all its steps, to another place: between disks and object stores.
+    """Copy a checkpoint, or a run with all its steps, between directories and object stores.
 
-    Files are copied unchanged, and every byte is compared with the saved checksums. A copy counts as a checkpoint once
-    all of it is durable: an interrupted call leaves none, and the same call again sends only the missing files. Memory
-    does not grow with the size of the checkpoint if the destination is a disk, S3 with credentials in the environment,
-    or Google Cloud Storage with the credentials of a user or of the machine. Otherwise, each file is in memory while it
-    is uploaded, three times at the peak. If several processes of a program call this, process 0 copies and the others
-    wait.
+    Files are copied unchanged, and every byte is verified against the saved checksums. A copy is committed only after
+    all of its files are durable, so an interrupted call leaves no checkpoint; repeating it transfers only the missing
+    files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with credentials
+    in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is held in memory
+    while it is uploaded, with a peak of three times its size. If several processes call this function, process 0 copies
+    the files while the others wait.
 
     Args:
-        source: A holdfast checkpoint, or the directory of a run: a path or a URL.
-        destination: The path or URL of the copied checkpoint or run. A run is copied with the facts stored with its
-            steps; steps that exist at the destination already are not copied again.
+        source: The path or URL of a holdfast checkpoint or of a run's directory.
+        destination: The path or URL of the copied checkpoint or run. A run's metadata and options are copied with its
+            steps; steps that already exist at the destination are not copied again.
         overwrite: Replace a different checkpoint at the destination.
-        max_bandwidth: The maximum bytes per second, or text such as ``"50 MB/s"``; None for no limit.
-        progress: Receives the total size in bytes, and the progress, including bytes that were there already.
-        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
-            initialized; ``hf.processes.Alone()`` copies in this process alone.
+        max_bandwidth: The maximum rate in bytes per second, or as text such as ``"50 MB/s"``; None for no limit.
+        progress: Receives the total size and the progress in bytes, including files that need not be copied again.
+        coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
+            initialized; ``hf.processes.Alone()`` ignores other processes.
 
     Returns:
-        One entry for each checkpoint, in the order of the steps.
+        One report for each checkpoint, in ascending order of steps.
 
     Raises:
-        CheckpointNotFoundError: The source holds no holdfast checkpoint.
-        CheckpointExistsError: Another checkpoint, or something else, exists at the destination.
-        DamagedCheckpointError: The source is damaged; the message names the files. All whole steps of a run are copied.
+        CheckpointNotFoundError: The source contains no holdfast checkpoint.
+        CheckpointExistsError: The destination contains another checkpoint, or other files.
+        DamagedCheckpointError: The source is damaged; the message names the files. Intact steps of a run are copied.
         OwnershipError: A run is writing to the destination.
         StorageError: The source cannot be read, or the destination cannot be written.
-        PeerFailedError: The copy failed on process 0; raised on the other processes.
+        PeerFailedError: The copy failed on process 0. This error is raised on the other processes.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -150,7 +150,7 @@ class _Copy:
                     progress=progress,
                     copied=self.copied,
                 ):
-                    pass  # there is nothing to check before the commit
+                    pass  # nothing has to be checked before the commit
             return CopyReport(
                 source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
             )
@@ -176,7 +176,7 @@ class _Copy:
                         # The entry's record includes metrics added by other programs.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                    except CheckpointNotFoundError:  # the run deleted the step in the meantime
+                    except CheckpointNotFoundError:  # the run has deleted the step since
                         continue
                     except DamagedCheckpointError as error:
                         damaged.append(f"step {entry.step}: {error}")
@@ -199,7 +199,7 @@ def found_at(location: Location) -> CheckpointRecord | None:
 
 
 def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:
-    """Apply the original's current metrics and pin to a copy; return the copy's record."""
+    """Update the metrics and pin of a copy to match the original, and return the copy's commit record."""
     changed = replace(record, metrics=original.metrics, pinned=original.pinned)
     if changed != record:
         location.check_not_link()

@@ -1,8 +1,8 @@
-"""When to save: triggers, how processes agree on them, and the steps of an abandoned branch.
+"""Decide when to save, agree on it across processes, and track the steps of an abandoned branch.
 
-Each trigger looks at one moment of a training loop, and :func:`decide` combines them. Most steps need no communication:
-each process evaluates triggers that depend only on the step. Time and metrics may differ between processes, and only
-process 0 knows whether a save failed: the others ask it, at the steps chosen by a :class:`SyncSchedule`.
+Triggers evaluate one :class:`Moment` of a training loop, and :func:`decide` combines them. Most steps require no
+communication, because each process evaluates the triggers that depend only on the step. For other triggers and failed
+saves, the processes follow process 0 at steps chosen by :class:`SyncSchedule`, because time and metrics may differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # imported lazily: it imports random and decimal, which listing checkpoints does not need
+    import statistics  # imported lazily because it imports random and decimal, which a listing does not need
 
     return statistics.median(values)
 
@@ -38,11 +38,11 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision whether to save now; truthy if so.
+    """A decision about saving, which is true in a boolean context if a save is due.
 
     Attributes:
-        save: Whether to save.
-        reason: Why or why not, as text for users.
+        save: Whether a save is due.
+        reason: A message for users that explains the decision.
     """
 
     save: bool
@@ -54,16 +54,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One moment of a training loop, as a :class:`SavePolicy` sees it.
+    """The state of a training loop that a :class:`SavePolicy` evaluates.
 
     Attributes:
-        step: The number of optimizer updates done.
-        previous: The step of the last save or restore, or the one before the run began; None if there is none.
+        step: The number of completed optimizer updates.
+        previous: The step of the last save or restore, or else the step before the run's first step; None if unknown.
         now: The current time of the monotonic clock, in seconds.
-        last: The monotonic time of the last save or of the start of the run; None ignores time.
+        last: The monotonic time of the last save, or else of the start of the run; None disables time-based policies.
         metrics: The metrics of this step, or None.
-        earlier: The committed steps, with the metrics stored with them.
-        saved: Whether a checkpoint of this step exists already.
+        earlier: The committed steps with their stored metrics.
+        saved: Whether a checkpoint of this step already exists.
     """
 
     step: int
@@ -77,10 +77,10 @@ class Moment:
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """Says when to save, for ``save=``; derive from it, or implement its three members.
+    """A policy for ``save=`` that decides when to save; subclass it, or implement its three members.
 
-    Several policies add up: a step is saved if any of them gives a reason. In a program of several processes, time and
-    metrics may differ between them, so process 0 alone asks the policies that read these, and the others follow it.
+    If several policies are given, a step is saved when any of them returns a reason. Time and metrics may differ
+    between processes, so only process 0 evaluates policies that depend on them, and the others follow its decision.
 
     >>> class AtPowersOfTwo(SavePolicy):
     ...     def reason(self, moment):
@@ -91,7 +91,7 @@ class SavePolicy(Protocol):
 
     @property
     def interval_secs(self) -> float | None:
-        """The seconds between two saves that this policy asks for now; None if it does not depend on time."""
+        """The current interval between saves in seconds; None if this policy does not depend on time."""
         return None
 
     @property
@@ -101,16 +101,16 @@ class SavePolicy(Protocol):
 
     @abc.abstractmethod
     def reason(self, moment: Moment) -> str | None:
-        """Return why a save is due, such as ``"every 15m"``, or None if this policy asks for none.
+        """Return why a save is due, such as ``"every 15m"``, or None if no save is due.
 
         Args:
-            moment: The moment of the loop, after a step.
+            moment: The state of the training loop after a step.
         """
 
 
 @dataclass(frozen=True)
 class OnBest:
-    """Saves when a metric is better than in every earlier checkpoint; a step without the metric is never better."""
+    """Saves when a metric is better than in every earlier checkpoint, but never at a step without the metric."""
 
     metric: Metric
     mode: Mode = "max"
@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # newest first, because they are usually the hardest to beat
+        for info in reversed(moment.earlier):  # newest first, because they are usually hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -137,7 +137,7 @@ class Wanted(SavePolicy):
 
 
 def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
-    """Return whether any trigger is due, with all reasons; a step is not saved twice."""
+    """Decide to save if any trigger is due, unless the step is saved already; the reason lists all due triggers."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
     due = [reason for trigger in triggers if (reason := trigger.reason(moment)) is not None]
@@ -148,10 +148,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save; all processes have the same ones."""
+    """The schedule of steps at which processes agree on whether to save; it is the same on all processes."""
 
     # Process 0 predicts from the pace of the loop when the next timed save is due, and schedules the next agreement
-    # half-way to it. After a save due to its step alone, the processes ask how it ended, with growing gaps.
+    # halfway to it. After a save triggered by its step alone, processes check its outcome at growing intervals.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -161,8 +161,9 @@ class SyncSchedule:
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the gap after it
-        self.answers: Mapping[int, Decision] = {}  # the last agreed decision, by its step
+        # The step at which to check whether the last save succeeded, and the number of steps until the next check.
+        self._outcome: tuple[int, int] | None = None
+        self.answers: Mapping[int, Decision] = {}  # the last agreed decision, keyed by its step
         self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
 
     def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
@@ -180,7 +181,7 @@ class SyncSchedule:
         self._outcome = step + 1, 1
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
-        """Return the step of the next agreement about time, on process 0."""
+        """Return the step of the next agreement on timed saves; called on process 0."""
         intervals = (trigger.interval_secs for trigger in self._timed)
         interval = min((secs for secs in intervals if secs is not None), default=None)
         if interval is None:
@@ -209,11 +210,11 @@ class StepPace:
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
         self._without: deque[float] = deque(maxlen=200)  # durations of recent steps without a save
-        self._usual: Sequence[float] = ()  # a snapshot of these, taken when the save began
+        self._usual: Sequence[float] = ()  # snapshot of _without, taken when the save started
         self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
-        """Record the end of a step, and the number of the save in progress, if any."""
+        """Record the end of a step, with the number of the save in progress, if any."""
         last = self._last
         if last is not None and step <= last[0]:
             return
@@ -226,22 +227,22 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return by how many seconds a save of this duration slowed down the steps; None if there are too few steps."""
+        """Return how many seconds the steps lost during a save of this duration; None if there were too few steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed only here, because at the start of a save, the loop would wait for it
-        # Steps vary: they count as slower only if three in four take longer than the median step without a save.
+        usual = median(self._usual)  # computed here because the loop would wait for it at the start of a save
+        # Durations vary, so steps count as slower only if three in four take longer than the median without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
 
 
 class SaveDecisions:
-    """Decides for one run, step by step; a save counts from its start, and not at all if it fails."""
+    """Decides at each step whether to save. Intervals are measured from the start of the last successful save."""
 
-    # The loop may continue while a save is written. If it fails, steps and time count from the save before it, so that
-    # the next step is due. Processes may notice this at different steps, so process 0 reports it to the others.
+    # The loop may continue while a save is written. If the save fails, intervals are measured from the previous one
+    # again, so the next step is due. Processes may notice this at different steps, so process 0 reports it to all.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -251,9 +252,9 @@ class SaveDecisions:
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
-        self._saves = 0  # number of saves begun
-        # The step of the last save or restore, and the monotonic time of the last save; replaced as a whole, because a
-        # background save fails on its own thread.
+        self._saves = 0  # number of saves started
+        # The step of the last save or restore, and the monotonic time of the last save. The tuple is replaced as a
+        # whole because a background save may fail on another thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
         self._before = self._last
         self._failed: bool | None = False  # whether the last save failed; None while it is in progress
@@ -262,7 +263,7 @@ class SaveDecisions:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Measure the interval to the next save from ``newest``, the newest step left after a deletion."""
+        """Measure the interval to the next save from ``newest``, the newest step that remains after a deletion."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now
@@ -276,7 +277,7 @@ class SaveDecisions:
         self._schedule.save_began(step)
 
     def save_ended(self, *, failed: bool) -> None:
-        """Record how the save ended; called on the thread that wrote it."""
+        """Record whether the save failed; called on the saving thread."""
         if failed and self._processes.alone:
             self._last = self._before
         self._failed = failed
@@ -297,7 +298,7 @@ class SaveDecisions:
         return answer if answer and not saved else decide(self._schedule.certain, moment)
 
     def _starts_at(self, step: int) -> None:
-        """Start the run at the first step that is saved or checked for a save."""
+        """Treat the first step that is saved or checked as the first step of the run."""
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
@@ -322,29 +323,29 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The steps after the one that a run resumed from, until the run replaces or passes them."""
+    """Tracks the steps after the one that a run resumed from, until the run replaces or passes them."""
 
-    # The warning is needed because only this run remembers them: another cannot know which steps belong together.
+    # This run has to warn about these steps because a later run cannot tell which steps belong together.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
         self._warns = warns
-        self._origin: int | None = None  # the step from which the run resumed, until the warning is given
+        self._origin: int | None = None  # the step from which the run resumed, until the warning is logged
         self._left: frozenset[int] = frozenset()
-        self._began = False  # whether the run has restored or saved a step yet
+        self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, unless a step has been saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
-        """Record a restored step, from which the run may resume, and the steps after it."""
+        """Record that a step was restored, and the later steps that are abandoned if the run resumes from it."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Return whether an existing step belongs to the abandoned branch, so that a save may replace it."""
+        """Return whether a save may replace an existing step because it belongs to the abandoned branch."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
+        """Record that a save starts; warn once about later steps unless it marks them as abandoned (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

@@ -1,4 +1,4 @@
-"""The directory of a run, in which a single writer stores facts and options, and changes and deletes steps."""
+"""The directory of a run, whose single writer stores metadata and options, and changes and deletes steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ LEFT_ALONE = (
 
 
 def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of JSON-serializable data; raise OptionError for anything else."""
+    """Return a copy of JSON-serializable data; raise OptionError if it cannot be serialized."""
     if data is None:
         return None
     if not isinstance(data, Mapping):
@@ -105,21 +105,21 @@ def record_metrics(
     step_prefix: str | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Add metrics to a step from outside the run that writes it, such as from a separate evaluation.
+    """Add metrics to a step from outside its run, for example from a separate evaluation program.
 
-    The run may be alive, and save, rank and delete steps meanwhile: this call changes none of its files. The run sees
-    the metrics before it deletes the next steps; ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
+    The run may continue to save, rank and delete steps, because this call changes none of its files. The run reads the
+    metrics before it deletes further steps; ``best_step``, ``metrics`` and ``holdfast ls`` include them at once.
 
     Args:
-        directory: The directory of the run: a path or a URL.
+        directory: The path or URL of the run's directory.
         step: A committed step.
         metrics: Numbers, as for a manager's ``save``. They replace the step's metrics of the same name.
-        step_prefix: The run's prefix, if its steps have one.
-        clock: The time source, which orders metrics of the same name.
+        step_prefix: The ``step_prefix`` option of the run, if it has one.
+        clock: The clock that timestamps the metrics; later metrics replace earlier ones of the same name.
 
     Raises:
-        CheckpointNotFoundError: There is no such step, or the run deleted or replaced it meanwhile; in that case, the
-            metrics are not kept.
+        CheckpointNotFoundError: The step does not exist, or the run deleted or replaced it during the call; the metrics
+            are then discarded.
         DamagedCheckpointError: The step is damaged.
         OptionError: The metrics are not numbers.
 
@@ -152,7 +152,7 @@ def record_metrics(
 
 
 class RunDirectory(StepIndex):
-    """The index of one series of steps in a directory, with the changes made by its single writer."""
+    """The index of one series of steps in a directory, and the operations that its single writer performs."""
 
     def __init__(
         self,
@@ -170,17 +170,17 @@ class RunDirectory(StepIndex):
         self._clock = clock
         self._rules = retention_rules(options)
         self._writes = writes  # True on process 0; the other processes only update their index
-        self._warned = False  # whether it has warned that no checkpoint has the metric of best_fn
+        self._warned = False  # whether a warning about the missing metric of best_fn has been logged
         self._copied: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders not swept because their files belong to another user
         self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._keeps_tombstones = False  # whether another place may have steps that are deleted here
+        self._keeps_tombstones = False  # whether the mirror may still have steps that are deleted here
 
     @property
     def identity(self) -> RunIdentity:
-        """The identity of the run; reread from the file until this writer owns the directory."""
+        """The identity of the run, which is reread from its file until this writer owns the directory."""
         return stored_identity(self.location) if self._identity is None else self._identity
 
     def acquire(
@@ -217,7 +217,7 @@ class RunDirectory(StepIndex):
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
-        # A directory written by holdfast 0.1 does not record whether another place has its steps.
+        # A directory written by holdfast 0.1 does not record whether a mirror has its steps.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         entries = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
@@ -235,7 +235,7 @@ class RunDirectory(StepIndex):
 
     @property
     def tombstones(self) -> Tombstones:
-        """The steps that were explicitly deleted here, and that another place may still have."""
+        """The steps that were explicitly deleted here but may still exist in another storage tier."""
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
@@ -244,14 +244,14 @@ class RunDirectory(StepIndex):
             return self.tombstones
 
     def clear_tombstones(self, done: Tombstones) -> None:
-        """Remove tombstones that all other places have applied."""
+        """Remove the tombstones that all other storage tiers have applied."""
         with self._changing:
             if done and self._identity is not None:
                 self.ownership.check()
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Record, before a deletion, that no run may restore the step, or local steps, from another place."""
+        """Record before a deletion that no run may restore the step from the mirror, or any existing local step."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -270,11 +270,11 @@ class RunDirectory(StepIndex):
 
     @property
     def branches(self) -> tuple[LocalBranch, ...]:
-        """The history whose local steps count; empty if none has been recorded."""
+        """The branches whose local steps may be restored; empty if none have been recorded."""
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Store the history whose local steps count, if the run has local steps and the history has changed."""
+        """Store the branches whose local steps may be restored, if the run has local steps and its branches change."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
@@ -282,7 +282,7 @@ class RunDirectory(StepIndex):
                 self._store(identity.with_branches(self._series, branches))
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
-        """Remove interrupted copies, except that of one step; copies that were resumed are complete by now."""
+        """Remove interrupted copies that were not resumed, except the copy of step ``besides``."""
         swept = self.partial - {besides}
         folders = [self.step_location(step) for step in swept]
         parallel_map(functools.partial(self._sweep, raises=True), folders, max_concurrency(self.location))
@@ -290,7 +290,7 @@ class RunDirectory(StepIndex):
 
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:
-        """Protect a step while it is copied elsewhere; afterwards, delete it if no rule keeps it."""
+        """Protect a step from deletion while it is copied elsewhere, then apply the retention rules again."""
         self._copied.add(step)
         try:
             yield
@@ -300,21 +300,21 @@ class RunDirectory(StepIndex):
                 self.collect()
 
     def _sweep(self, location: Location, listing: Location | None = None, *, raises: bool = False) -> None:
-        """Remove leftovers of interrupted saves from a step's folder; ``listing`` is the folder in a snapshot."""
+        """Remove leftovers of interrupted saves from a step's folder; ``listing`` is a snapshot of the folder."""
         lock = SaveLock(location / PARTIAL)
         try:
             if location.is_link() or is_swept([entry.name for entry in (listing or location).entries()]):
                 return
             try:
                 marked = lock.take_over()
-            except (StorageConflictError, StoragePermissionError) as error:  # possibly by a live save without a manager
+            except (StorageConflictError, StoragePermissionError) as error:  # possibly from a save without a manager
                 _logger.warning("%s: not swept: %s", location, error)
                 if isinstance(error, StoragePermissionError):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between creating and locking the folder. A newer folder is kept:
-                # another program may be about to fill it. The times can be compared: the file system sets both.
+                # An earlier run may have been killed between creating and locking the folder. A newer folder is kept
+                # because another program may be about to fill it. The times are comparable: the file system sets both.
                 with contextlib.suppress(OSError):  # usually because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -322,7 +322,7 @@ class RunDirectory(StepIndex):
             if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
-            # A live save's marker is a regular file that cannot be taken over.
+            # The marker of a running save is a regular file, so this folder is not in use.
             if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
@@ -333,7 +333,7 @@ class RunDirectory(StepIndex):
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
-            # Merge other programs' metrics into the record; otherwise they would count as later than ``metrics``.
+            # Merge metrics from other programs first, because they would otherwise take precedence over ``metrics``.
             folder = self.step_location(step).name
             added = self._late.files_of(folder)
             record = with_late(record, self._late.of(folder))
@@ -349,7 +349,7 @@ class RunDirectory(StepIndex):
             self.add(step, record)
 
     def delete(self, step: int, everywhere: bool) -> None:
-        """Delete a step, whole or damaged; ``everywhere`` leaves a tombstone for the other places."""
+        """Delete a step, intact or damaged; ``everywhere`` leaves a tombstone for the other storage tiers."""
         with self._changing:
             if not (self.is_damaged(step) or self.is_stray(step)):
                 self.stored_record(step)  # raises an error if the step does not exist
@@ -358,7 +358,7 @@ class RunDirectory(StepIndex):
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all steps after one, whole or damaged, latest first; return them in ascending order."""
+        """Delete all later steps, intact or damaged, from the last one down; return them in ascending order."""
         with self._changing:
             self._add_tombstone(step, later=True)
             later = [number for number in self.steps_and_damaged() if number > step]
@@ -377,7 +377,7 @@ class RunDirectory(StepIndex):
                     delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
-                if not is_there:  # the step already counts as deleted; the next sweep removes its files
+                if not is_there:  # a step without a record is deleted, and the next sweep removes its files
                     self.add(step, None)
                 if is_there or not is_strange(error):
                     raise
@@ -388,9 +388,9 @@ class RunDirectory(StepIndex):
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Move aside a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
-        # not deleted: the folder may become readable again, and a link's target belongs to something else
+        # Delete neither, because the folder may become readable again and a link's target is not part of the run.
         error, folder = self._indexed(step).error, self.step_location(step)
-        # A file cannot replace a directory, pipe or link in the record's place.
+        # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or folder in self._unswept):
             if replaces and step in self.steps_and_damaged() and folder.is_link():
@@ -420,18 +420,18 @@ class RunDirectory(StepIndex):
         return kept or tuple(reason for protected, reason in self._protected() if protected == step)[:1]
 
     def _protected(self) -> Iterator[tuple[int, str]]:
-        """Yield the steps that are protected although no rule keeps them, each with the reason."""
-        if self.last_saved is not None:  # later steps belong to another branch
+        """Yield the steps that are protected regardless of the retention rules, each with the reason."""
+        if self.last_saved is not None:  # not necessarily the newest step: later steps may belong to another branch
             yield self.last_saved, "saved last"
         yield from ((step, "being copied to the mirror") for step in tuple(self._copied))
 
     def collect(self) -> None:
-        """Delete the steps that no rule keeps. Failures are logged, and the next call retries them."""
+        """Delete the steps that no retention rule keeps. Failures are logged, and retried by the next call."""
         if self._options.best_fn is not None or self._options.keep_checkpoints_without_metrics:
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
-        records = {step: self.known_record(step) for step in self.steps()}  # read first: the metrics may be newer
+        records = {step: self.known_record(step) for step in self.steps()}  # read first, to detect later changes
         kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:
@@ -439,14 +439,14 @@ class RunDirectory(StepIndex):
         for step, record in given_up.items():
             try:
                 with self._changing:
-                    # If the step was pinned, given metrics or deleted in the meantime, the next call decides again.
+                    # If the step has been pinned, given metrics or deleted since, the next call decides again.
                     if self.known_record(step) is record:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
 
     def _warn_without_best(self) -> None:
-        """Warn once that no step has the metric of ``best_fn``; its name is probably misspelt."""
+        """Warn once if no step has the metric of ``best_fn``, whose name is then probably misspelled."""
         rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
         infos = self.infos()
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):

@@ -1,7 +1,7 @@
 """The events of a run, stored in ``events.jsonl`` in its directory.
 
 Users, reports and supervisors read the events, and ``save_interval_secs="auto"`` learns from them. Nothing else depends
-on them: an unreadable or unwritable file is not an error, readers skip incomplete lines, and object stores have none.
+on them, so file errors are ignored, and readers skip incomplete lines. Runs in object stores have no events file.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ..storage import Location, append_line, open_own
 _logger = logging.getLogger("holdfast")
 
 EVENTS = "events.jsonl"  # name of the events file
-ROTATED = "events.1.jsonl"  # its name after rotation
-_LIMIT = 8 << 20  # bytes before the file is rotated
+ROTATED = "events.1.jsonl"  # name of the events file after rotation
+_LIMIT = 8 << 20  # size in bytes at which the file is rotated
 _MOST = 8 * _LIMIT  # maximum bytes read from a file
 _METRICS = 64  # maximum number of metrics in an event
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
 _EARLY = 8  # maximum number of events buffered until the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # token of the process; PIDs are reused, such as PID 1 in containers
+_PROGRAM = os.urandom(6).hex()  # token of the process, because PIDs are reused, such as PID 1 in containers
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
-"""One event: a line of the file, as :class:`RunEvents` describes it."""
+"""One event, parsed from a line of the file in the format that :class:`RunEvents` describes."""
 
 
 class RunEvents:
     """Appends a run's events to the file in its directory, and passes them to listeners and to an observer.
 
-    Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token of this start
-    of the program), and the facts that ``docs/events.md`` lists for each event.
+    Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token generated at
+    each start of the program), and the fields that ``docs/events.md`` lists for each event.
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:
@@ -57,18 +57,18 @@ class RunEvents:
         self._file = directory.path / EVENTS if process == 0 and directory.is_local else None
         self._has_ended = False  # whether the program has reported the end of training
         self._logged = False
-        self._early: list[dict[str, Any]] | None = []  # buffered until the run owns its directory; then None
+        self._early: list[dict[str, Any]] | None = []  # buffered events; None once the run owns its directory
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def add_listener(self, listener: Callable[[dict[str, Any]], object]) -> None:
-        """Call a function with every event, such as one that forwards it to a logger.
+        """Register a function that is called with every event, for example to forward events to a logger.
 
-        It runs on the thread on which the event occurs: ``saved`` comes from the thread that saves in the
-        background. If several processes save, only process 0 has events. Errors of the listener are logged, the
-        first one as a warning, and have no other effect.
+        The listener runs on the thread that produces the event; for ``saved``, this is the background thread that
+        writes the checkpoint. If several processes save, only process 0 has events. Errors of the listener are logged,
+        the first one as a warning, and have no other effect.
 
         Args:
-            listener: Receives the event, a dictionary.
+            listener: A function that takes the event as a dictionary.
 
         >>> import tempfile
         >>> from holdfast import CheckpointManager
@@ -82,11 +82,11 @@ class RunEvents:
         self._listeners.append(guarded(listener))
 
     def earlier(self) -> list[dict[str, Any]]:
-        """Return the events in the file, oldest first; [] for a run in an object store."""
+        """Return the stored events, oldest first, or an empty list for a run in an object store."""
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Record that the run has acquired its directory, whose newest step is ``newest``."""
+        """Record that the run has acquired its directory, in which ``newest`` is the newest step."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
@@ -97,7 +97,7 @@ class RunEvents:
             self._append(event)
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event; never raises."""
+        """Append an event; never raise an error."""
         self._has_ended |= event in ("finished", "preempted", "failed")
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
         if self._early is None:
@@ -106,7 +106,7 @@ class RunEvents:
             self._early = [*self._early, line][-_EARLY:]
 
     def end(self, step: int | None, error: BaseException | None) -> None:
-        """Record that the manager is closed, unless a callback reports the end in more detail."""
+        """Record that the manager has been closed, unless a callback reports the end in more detail."""
         if self._early is not None or self.has_callback or self._has_ended:
             return
         status = error.code if isinstance(error, SystemExit) else None
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports saves longer than ``limit`` seconds; of consecutive ones, only the first."""
+    """Return a listener that reports the first of each series of saves that take more than ``limit`` seconds."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -155,7 +155,7 @@ def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable
 
 
 def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
-    """Wrap a listener so that it raises no errors; they are logged, the first one as a warning."""
+    """Wrap a listener to log its errors instead of raising them; the first one is logged as a warning."""
     warned = False
     shown = name or getattr(listener, "__qualname__", type(listener).__qualname__)
 
@@ -176,15 +176,15 @@ def described(error: BaseException) -> str:
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event that a logger can plot over steps; empty if an event has none.
+    """Return the numbers in an event that a logger can plot over steps, or an empty dictionary if there are none.
 
     Args:
-        event: The event, as a listener of ``manager.events`` receives it.
+        event: An event as passed to a listener of ``manager.events``.
 
     Returns:
         For ``saved``: ``checkpoint/bytes``, ``checkpoint/shared_bytes``, ``checkpoint/blocked_seconds`` and
         ``checkpoint/total_seconds``. For ``restored``: ``checkpoint/restore_seconds`` and ``checkpoint/skipped``, the
-        number of damaged steps. For ``save_failed``, ``preempted`` and ``failed``: 1 under that name.
+        number of damaged steps. For ``save_failed``, ``preempted`` and ``failed``: ``checkpoint/<event>``, which is 1.
 
     >>> event_scalars({"event": "restored", "step": 7, "seconds": 0.5, "skipped": []})
     {'checkpoint/restore_seconds': 0.5, 'checkpoint/skipped': 0}
@@ -200,7 +200,7 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the first metrics, without long lists, for an event; None if there are no metrics."""
+    """Return the first metrics for an event, omitting long lists, or None if there are no metrics."""
     pairs = (metrics or {}).items()
     short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
     return dict(islice(short, _METRICS)) or None
@@ -210,7 +210,7 @@ _rotating = Lock()
 
 
 def _append(path: Path, event: Event) -> None:
-    """Append an event; rotate the file if it exceeds its limit, keeping one old file."""
+    """Append an event; if the file exceeds its size limit, rotate it first, keeping one old file."""
     with _rotating:
         if path.exists() and path.stat().st_size > _LIMIT:
             path.replace(path.with_name(ROTATED))
@@ -218,7 +218,7 @@ def _append(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the events from an offset on, without an incomplete last line, and the next offset."""
+    """Return the events after a byte offset, without an incomplete last line, and the offset of the next read."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)
@@ -244,7 +244,7 @@ def read_run_events(directory: Location) -> list[dict[str, Any]]:
 
 
 def has_finished(path: Path) -> bool:
-    """Return whether training has finished, according to the events; commands may have changed the run since."""
+    """Return whether training has finished according to the events; ignore events written by later commands."""
     for event in reversed(read_events(path)[0]):
         if event["event"] == "ended" and event.get("how") == "finished":
             return True
@@ -270,7 +270,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Make a value valid for strict JSON, with null for NaN and infinities."""
+    """Convert a value to a form that strict JSON can represent, replacing NaN and infinities with None."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -279,5 +279,5 @@ def finite(value: Any) -> Any:
 
 
 def number_in_event(value: Any) -> float | None:
-    """Convert a time, duration, step or byte count to float; return None for any other value."""
+    """Convert a time, duration, step or byte count to float; return None if the value is not a valid number."""
     return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

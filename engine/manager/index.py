@@ -1,4 +1,4 @@
-"""The steps of one series: their commit records, their damage, and the folder that each is read from."""
+"""The index of one series of steps, with their commit records, folders and detected damage."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from .ownership import OPTIONS, stored_options
 from .places import StepPlace
 from .retention import StepInfo, info_of
 
-OLD_INDEX = "steps.log"  # index of records that earlier versions wrote to local directories
-_SHOWN = "Orbax"  # library whose managers name steps as ours do; a run's folder may also hold files of other libraries
+OLD_INDEX = "steps.log"  # index of commit records that earlier versions wrote to local directories
+_SHOWN = "Orbax"  # the only library whose steps are listed, because its managers name them as holdfast does
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
     """One step of the directory, possibly damaged."""
 
-    record: CheckpointRecord | None = None  # None if it is unreadable
+    record: CheckpointRecord | None = None  # None if the record is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the committed step, as seen by retention rules
-    location: Location | None = None  # its folder, if written by another library
+    location: Location | None = None  # the folder of a step written by another library
 
     @property
     def is_absent(self) -> bool:
-        """Whether there is no checkpoint, not even a damaged one."""
+        """True if no checkpoint exists, not even a damaged one."""
         return self.error is None and self.info is None
 
 
-_NO_STEP = IndexedStep()  # also stands for a stray folder: named like a step, but without a checkpoint
+_NO_STEP = IndexedStep()  # also used for a stray folder, which is named like a step but contains no checkpoint
 
 
 def _committed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
@@ -64,24 +64,24 @@ def _committed(step: int, record: CheckpointRecord, location: Location | None = 
 
 
 class StepIndex:
-    """The steps of one series, read once and then updated with this writer's changes; thread-safe."""
+    """A thread-safe index of one series of steps, read once and then updated with this writer's changes."""
 
     def __init__(self, location: Location, options: CheckpointManagerOptions, places: Sequence[StepPlace] = ()) -> None:
         self.location = location
-        # Steps read from other places, with their folders and commit records; replaced as a whole.
+        # Folders and commit records of steps read from other storage tiers. The mapping is replaced, never mutated.
         self.borrowed: Mapping[int, tuple[Location, CheckpointRecord]] = {}
-        self._places = places  # places that may have steps that the directory lacks
+        self._places = places  # storage tiers that may have steps that the directory lacks
         self._options = options
         self._series = series_of(options.step_prefix)
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
-        self._names: dict[int, str] = {}  # names of the step folders, as last read
+        self._names: dict[int, str] = {}  # names of the step folders when the directory was last listed
         self._width: int | None = None  # minimum number of digits in new folder names, once known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         names = self.reload()
         is_new, begun = names <= {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}, OWNER in names
-        # Do not start a run beside another library's steps; reread the directory if own steps have appeared meanwhile.
+        # Do not start a run among another library's steps; reread the directory if holdfast steps have since appeared.
         if not (options.read_only or self._index or is_new or check_unclaimed(location, self._series, begun=begun)):
             self.reload()
 
@@ -100,7 +100,7 @@ class StepIndex:
         return find_steps(self.location).metadata() if metadata is None and is_foreign else metadata
 
     def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
-        """Return Orbax steps, for a read-only manager that finds no holdfast steps."""
+        """Return the Orbax steps in the directory if the manager is read-only."""
         if not (self._options.read_only and any(name[-1:].isdecimal() for name in names)):
             return []
         described = described_steps(self.location)
@@ -109,7 +109,7 @@ class StepIndex:
         return [entry for entry in entries if entry.location.name.startswith(series)]
 
     def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
-        """Reread the directory, or use a listing of it, and return the names; ``forget`` drops damage found in data."""
+        """Rebuild the index from a directory listing, and return its names; ``forget`` discards known data damage."""
         content = self.location.entries() if content is None else content
         entries = list_steps(self.location, self._series, content, late=self._late)
         names = frozenset(entry.name for entry in content)
@@ -132,13 +132,13 @@ class StepIndex:
                 now = index.get(step)
                 if now is None and before.is_absent:
                     index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # data found damaged
+                elif now and now.record and before.error and before.record and not forget:  # its data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Record that a step has been committed, or its record replaced; None means that it has been deleted."""
+        """Record that a step has been committed or its record replaced; None records a deletion."""
         with self._lock:
             late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _committed(step, with_late(record, late)))
@@ -155,7 +155,7 @@ class StepIndex:
             self._index[step] = indexed
 
     def mark_damaged(self, step: int, damage: str, *, unreadable: bool) -> None:
-        """Record that a step's data is damaged: it is no longer listed, and may be replaced."""
+        """Record that a step's data is damaged, so it is no longer listed and may be replaced."""
         error = DamagedCheckpointError(damage, unreadable=unreadable)
         with self._lock:
             self._put(step, replace(self._indexed(step), error=error, info=None))
@@ -170,13 +170,13 @@ class StepIndex:
                     self._put(step, _committed(step, changed))
 
     def _step_of(self, folder: str) -> int:
-        """Return the step that a folder holds; -1 if it is not one of this series."""
+        """Return the step number in a folder's name; -1 if the folder does not belong to this series."""
         named = series_and_step(folder)
         return named[1] if named and named[0] == self._series else -1
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as seen by retention rules, in ascending order."""
-        if (infos := self._infos) is not None:  # fast path, because this is called at each step, and rarely changes
+        if (infos := self._infos) is not None:  # fast path, because this is called at each step and rarely changes
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)
@@ -184,12 +184,12 @@ class StepIndex:
             return self._infos
 
     def known_record(self, step: int) -> CheckpointRecord | None:
-        """Return a step's commit record as last read; None if the step is missing or damaged."""
+        """Return a step's commit record from the index; None if the step is missing or damaged."""
         indexed = self._indexed(step)
         return None if indexed.info is None else indexed.record
 
     def has_copy(self, record: CheckpointRecord) -> bool:
-        """Return whether this directory has the step of a record, or a copy of it."""
+        """Return whether this directory has the checkpoint that a record describes, or a copy of it."""
         here = None if record.step is None else self.known_record(record.step)
         return here is not None and here.fingerprint == record.fingerprint
 
@@ -198,11 +198,11 @@ class StepIndex:
         return record is not None and item in record.items
 
     def steps(self) -> list[int]:
-        """Return the committed steps with an intact record, in ascending order."""
+        """Return the committed steps with an intact commit record, in ascending order."""
         return [info.step for info in self.infos()]
 
     def left_behind(self) -> set[int]:
-        """Return the steps that the run abandoned by resuming from an earlier one; they do not count as its newest."""
+        """Return the steps that the run abandoned when it resumed from an earlier step."""
         records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
         left = left_behind(records.values())
         return {step for step, record in records.items() if was_left(step, record, left)}
@@ -232,12 +232,12 @@ class StepIndex:
         return OwnItems(self.step_location(step), record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
-        """Return whether to reread a damaged step: another process has replaced it, or the network may be at fault."""
+        """Return whether to reread a damaged step because it was replaced, or because the network may be at fault."""
         if not isinstance(stored, OwnItems) or step in self.borrowed:
             return False
         entry = self._read_entry(step)
         if entry is None or (entry.record is not None and entry.record.identity != stored.record.identity):
-            self.add(step, entry and entry.record)  # if it has been deleted, open_step() then raises the error
+            self.add(step, entry and entry.record)  # open_step() raises an error if the step has been deleted
             return True
         return attempts < attempts_at(self.location)
 
@@ -245,7 +245,7 @@ class StepIndex:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
     def _update(self, step: int) -> None:
-        """Reread a step's commit record; raise the error if it is damaged."""
+        """Reread a step's commit record; raise an error if it is damaged."""
         entry = self._read_entry(step)
         if entry is not None and entry.error is not None:
             raise entry.error
@@ -253,19 +253,19 @@ class StepIndex:
             self.add(step, entry and entry.record)
 
     def record(self, step: int) -> CheckpointRecord:
-        """Return a step's commit record, including its files."""
+        """Return a step's full commit record, including the list of files."""
         if self.stored_record(step).summarizes is not None:
             self._update(step)
         return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
-        """Return a step's commit record or its summary; from another place if the directory lacks the step."""
+        """Return a step's commit record or summary, from another storage tier if the directory lacks the step."""
         borrowed = None if step in self else self.borrowed.get(step)
         return self.stored_record(step) if borrowed is None else borrowed[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step in the directory, or the summary known to processes other than 0."""
-        if self._indexed(step).is_absent:  # another program may have saved it in the meantime
+        """Return the commit record of a step in the directory; processes other than 0 may return its summary."""
+        if self._indexed(step).is_absent:  # another program may have saved the step since the last listing
             self._update(step)
         indexed = self._indexed(step)
         if indexed.error is not None:
@@ -277,5 +277,5 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return a message suffix about a step that other places have but the run cannot read, or ""."""
+        """Return a message suffix about a step that exists in other storage tiers but cannot be read, or ""."""
         return "".join(place.elsewhere(step) for place in self._places)

@@ -1,11 +1,11 @@
-"""Periodic policies, and the save interval that loses the least time, learned from the events of a run.
+"""Periodic policies, and a save interval that is learned from a run's events to minimize the lost training time.
 
-A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
-loses half an interval on average, plus the time until a save is durable and the time to resume, which do not depend
-on T. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
-interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for restart dumps,
-FGCS 22(3), 2006) shows that the time to resume does not change the optimum, and that it is within a tenth of this as
-long as a save costs less than a seventh of the time between two failures.
+Saves that cost ``C`` seconds each, at an interval of ``T`` seconds, take the fraction ``C / T`` of the time. Failures,
+which occur every ``M`` seconds on average, each lose half an interval, plus the time until a save is durable and the
+time to resume, which do not depend on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order
+approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum
+checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not affect the optimum, and
+that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time between failures.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
-_MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
+_MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures per day
 _RECENT = 20  # number of recent saves and resumes used for medians
-_NOTABLE = 0.1  # smallest relative change of the interval worth reporting
+_NOTABLE = 0.1  # minimum relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Every(SavePolicy, KeepPolicy):
-    """A period, in steps or in time: a policy for ``save=`` and for ``keep=``.
+    """A policy for ``save=`` and ``keep=`` with a period in steps or in time.
 
-    As a :class:`SavePolicy`, it saves whenever the step passes a multiple of ``steps`` (a loop that skips one saves
-    right after it), or when ``secs`` have passed since the last save. As a :class:`KeepPolicy`, it keeps the newest
-    ``keep`` of the first steps at or past each multiple of ``steps``, or of the steps that are ``secs`` apart.
+    As a :class:`SavePolicy`, it saves when the step reaches or passes a multiple of ``steps``, or when ``secs`` have
+    elapsed since the last save. As a :class:`KeepPolicy`, it selects the first step at or past each multiple of
+    ``steps``, or steps that are ``secs`` apart, and keeps the newest ``keep`` of them.
 
     >>> CheckpointManagerOptions(save=[Every(steps=100, keep=5), Every(steps=1000)])  # doctest: +SKIP
 
     Attributes:
         steps: The period in steps.
-        secs: The period in time, instead: seconds, or ``"15m"``, ``"1h"``.
-        keep: How many of its steps to keep; None keeps all of them.
+        secs: The period in time, as a number of seconds or as text such as ``"15m"`` or ``"1h"``.
+        keep: The number of selected steps to keep; None keeps all of them.
 
     Raises:
-        OptionError: Not exactly one of ``steps`` and ``secs`` is given, or a number is below 1.
+        OptionError: Both or neither of ``steps`` and ``secs`` are given, or a number is below 1.
     """
 
     steps: int | None = None
@@ -71,7 +71,7 @@ class Every(SavePolicy, KeepPolicy):
 
     @property
     def interval_secs(self) -> float | None:
-        """The seconds between two saves; None for a period in steps."""
+        """The interval between saves in seconds; None for a period in steps."""
         return self.secs if isinstance(self.secs, float) else None  # __post_init__ converted it to float
 
     def reason(self, moment: Moment) -> str | None:
@@ -101,20 +101,20 @@ class Every(SavePolicy, KeepPolicy):
         return "every step" if self.steps == 1 else f"every {self.steps} steps"
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the lowest step, and each step committed at least one interval after the previously kept one."""
+        """Select the lowest step, and each step committed at least one interval after the previously selected one."""
         kept: dict[int, str] = {}
         last = math.nan  # the time of the last kept step
         for info in ordered:
             if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
                 continue
-            # An earlier time means that the clock was set back; measure from the new time.
+            # The clock was set back if the time is earlier; the interval is then measured from the new time.
             kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
             last = info.time
         return kept
 
 
 def passes(n: int, step: int, previous: int | None) -> bool:
-    """Return whether a multiple of ``n`` is after the previous step and at or before this one."""
+    """Return whether there is a multiple of ``n`` after the previous step and at or before this one."""
     if previous is None:
         return step % n == 0
     return step // n != previous // n
@@ -124,7 +124,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
-    """Return the seconds between two saves, or (least, greatest) bounds if the interval is to be learned."""
+    """Return the interval between saves in seconds, or its (least, greatest) bounds if it is to be learned."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
             return seconds(given, name=name)
@@ -151,10 +151,10 @@ def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The expected time lost with an interval, in seconds a day."""
+    """The training time that a save interval is expected to lose, in seconds per day."""
 
-    saving: float  # time in which the loop waits for saves or is slowed down by them
-    failing: float  # work repeated after failures, and time to resume
+    saving: float  # time lost because the loop waits for saves or is slowed down by them
+    failing: float  # time lost by resuming after failures and repeating work
 
     @property
     def together(self) -> float:
@@ -164,20 +164,20 @@ class Loss:
 @dataclass(slots=True)
 class _Start:
     began: float
-    last: float  # time of its last event
-    word: str = ""  # how it ended, if an event says so
+    last: float  # time of the last event
+    word: str = ""  # the event that ended this attempt, if any
     restored: int | None = None
-    saved: float | None = None  # time at which its last save became durable
+    saved: float | None = None  # time at which the last save became durable
     failed_at: float | None = None
     program: Any = None  # token of the process
 
 
 class Experience:
-    """Statistics about the cost of a run's saves and its failures, learned from its events.
+    """Statistics about a run's failures and the cost of its saves, learned from its events.
 
-    A failure is an attempt that loses work: the program ended with an exception after a step, crashed, hung or was
-    killed, or ended without an event, such as when its machine was lost. A preemption loses nothing if the run saved
-    before it, and does not count as a failure.
+    A failure is an attempt that loses work because the program raised an exception after a step, crashed, hung, was
+    killed, or ended without an event, for example because its machine was lost. A preemption loses no work if the run
+    saved in time, and does not count as a failure.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -197,34 +197,34 @@ class Experience:
 
     @property
     def cost(self) -> float | None:
-        """The training time in seconds that a save costs: the median of recent saves; None before the first.
+        """The median training time that recent saves cost, in seconds; None before the first save.
 
-        This is how long the loop waits for the save, not counting the wait for the previous one, plus the time by
-        which steps take longer while it is written.
+        The cost of a save is how long the loop waits for it, excluding the wait for the previous save, plus the time
+        that steps lose while the save is written.
         """
         return median(self._costs) if self._costs else None
 
     @property
     def durable(self) -> float:
-        """The seconds from the start of a save until it is durable: the median of recent saves."""
+        """The median time from the start of recent saves until they were durable, in seconds."""
         return median(self._totals) if self._totals else 0.0
 
     @property
     def interval(self) -> float | None:
-        """The seconds from one save to the next: the median of recent saves; None before an attempt's second save."""
+        """The median interval between recent saves, in seconds; None before the second save of an attempt."""
         return median(self._gaps) if self._gaps else None
 
     @property
     def ran(self) -> float:
-        """The total running time in seconds: that of each attempt until its last event."""
+        """The total running time of all attempts in seconds, measured until the last event of each."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
     def between_failures(self) -> float:
         """The expected time between failures, in seconds.
 
-        Failures are modeled as a Poisson process. The prior rate is one a day, within a factor of ten (log-normal).
-        This is the maximum a posteriori rate given the events of the run.
+        Failures are modeled as a Poisson process with a log-normal prior: one per day, within a factor of ten. The
+        result corresponds to the maximum a posteriori rate given the events of the run.
         """
         days, variance = self.ran / DAY, _SPREAD**2
         # Bisect for the log rate at which the derivative of the log-probability is zero.
@@ -239,19 +239,19 @@ class Experience:
 
     @property
     def comeback(self) -> float:
-        """The median seconds from a failure until the state is restored; 0 before the first.
+        """The median time from a failure until the state was restored, in seconds; 0 before the first failure.
 
-        If no event reports the end of the program, the time is measured from the next start.
+        If no event reports when the program ended, the time is measured from the start of the next attempt.
         """
         return median(self._returns) if self._returns else 0.0
 
     # ---- conclusions
 
     def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
-        """Return the interval within bounds that loses the least time, in seconds; the lower bound before any save."""
+        """Return the optimal interval in seconds within the given bounds, or the lower bound before the first save."""
         if (cost := self.cost) is None:
             return least
-        # A shorter interval is useless, because a save waits until the previous one is durable.
+        # An interval below ``durable`` is useless, because a save waits until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
@@ -267,7 +267,7 @@ class Experience:
     # ---- reading the events
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Learn from the next event of the run; ignore irrelevant input."""
+        """Update the statistics with the next event of the run; ignore irrelevant events."""
         when = number_in_event(event.get("time"))
         if when is None:
             return
@@ -295,12 +295,12 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float, program: Any) -> _Start:
-        """Return the attempt that an event belongs to; a new attempt ends the previous one."""
+        """Return the attempt that an event belongs to; the first event of a new attempt ends the previous one."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                # the same program, still running, has only created another manager, as in notebooks
+                # A running program may create another manager, such as in a notebook, which is not a failure.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
@@ -318,7 +318,7 @@ class Experience:
         blocked, total = number_in_event(event.get("blocked_seconds")), number_in_event(event.get("total_seconds"))
         if blocked is None or total is None:
             return
-        # Both durations begin with the call, which first waits until the previous save is durable.
+        # Both durations are measured from the call, which first waits until the previous save is durable.
         waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
         self._costs.append(blocked - waited + (number_in_event(event.get("slowed_seconds")) or 0.0))
         self._totals.append(max(0.0, total - waited))
@@ -336,15 +336,15 @@ class Experience:
 
 @dataclass
 class LearnedInterval(SavePolicy):
-    """Saves at the interval expected to lose the least time, learned from the run's events, within bounds.
+    """Saves at the interval, learned from events within bounds, that is expected to lose the least training time.
 
-    The first save comes after the shortest interval, because the cost of a save is not known earlier.
+    The first save is due after the lower bound, because the cost of a save is not known earlier.
     """
 
     least: float
     greatest: float
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The current trigger; replaced as a whole, because events arrive on the saving thread.
+    # The current trigger, which is replaced rather than modified because events arrive on the saving thread.
     _now: Every = field(init=False, compare=False, repr=False)
     _reported: float | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -361,7 +361,7 @@ class LearnedInterval(SavePolicy):
         return f"every {_short(self.interval_secs)}, learned"
 
     def follow(self, events: RunEvents) -> None:
-        """Learn from the run's earlier events, and from each new one."""
+        """Learn from the run's earlier events and from every new event."""
         self.learn(events.earlier())
         events.add_listener(lambda event: self.learn([event]))
 
@@ -371,7 +371,7 @@ class LearnedInterval(SavePolicy):
         self._now = Every(secs=self.experience.best(self.least, self.greatest))
 
     def report(self, events: RunEvents, directory: object) -> None:
-        """Report the interval in the log and as an event if it has changed notably since the last report."""
+        """Report the interval in the log and as an event if it has changed significantly since the last report."""
         experience, now = self.experience, self.interval_secs
         if experience.cost is None or (self._reported is not None and abs(now / self._reported - 1) < _NOTABLE):
             return

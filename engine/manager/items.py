@@ -1,4 +1,4 @@
-"""The items of a manager, each with a name and a checkpointer; and the step being saved."""
+"""The named items of a manager with their checkpointers, and the step that is being saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .retention import newest_with
 
 
 class ItemSet:
-    """The items of a manager by name, each with its checkpointer; a single item has no name for callers."""
+    """The items of a manager with their checkpointers. Callers use names only if there are several items."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ItemSet:
             raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
         self._rare = frozenset(rare)  # items that only some checkpoints have
         handlers = {name: checkpointer.handler for name, checkpointer in self._checkpointers.items()}
-        self._written = {  # data files of the steps so far, by item, which later steps may share
+        self._written = {  # for each item, data files of earlier steps that later steps may share
             name: WrittenSteps()
             for name, handler in handlers.items()
             if reuse and isinstance(handler, PreparedCheckpointHandler) and handler.reuses
@@ -70,7 +70,7 @@ class ItemSet:
         self._optional = self._rare | {name for name, handler in handlers.items() if handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
-        """Return the rare items that a restore requests but this checkpoint lacks."""
+        """Return the items of ``item_intervals`` that a restore requests but this checkpoint lacks."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 
@@ -93,14 +93,14 @@ class ItemSet:
         }
 
     def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the handler arguments of a save; files for upload are small: each may be held in memory."""
+        """Return the handler's save arguments; limit the size of files to upload, which may be held in memory."""
         if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
             return given
         layout: Layout = given.get("layout") or handler.layout
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Choose the data files that a step may share, excluding those of the newest step and of the one before it."""
+        """Choose which data files a step may share, except those of the newest step and of the one before ``step``."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -108,14 +108,14 @@ class ItemSet:
 
     @contextlib.contextmanager
     def steps_deleted(self) -> Iterator[None]:
-        """Track which files remain for the steps that share them when the block deletes steps."""
+        """Track which shared files remain available while the block deletes steps."""
         with contextlib.ExitStack() as stack:
             for written in self._written.values():
                 stack.enter_context(written.names_removed())
             yield
 
     def damage_found(self) -> None:
-        """Stop sharing files with earlier steps, because other steps may share the damaged file."""
+        """Stop sharing files with earlier steps, because any of them may contain the damaged file."""
         for written in self._written.values():
             written.forget()
 
@@ -140,7 +140,7 @@ class ItemSet:
         return values if self._several else values[ITEM]
 
     def structure(self, stored: StoredItems) -> Any:
-        """Describe the items without reading their data; None for a single item whose handler does not support this."""
+        """Describe the items without reading their data; return None if the handler of a single item cannot do this."""
         structures = {
             name: stored.structure(saved, self._checkpointers[name].handler)
             for name, saved in self._names(stored, None).items()
@@ -159,7 +159,7 @@ class ItemSet:
         return items, kwargs
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Map the requested items to their names in a checkpoint; it may lack optional items."""
+        """Map the requested items to their names in a checkpoint, omitting optional items that it lacks."""
         names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}
@@ -184,7 +184,7 @@ class StepContent(NamedTuple):
 
 
 class PendingSave:
-    """The step being saved; metrics can be added until its commit record is created."""
+    """The step that is being saved, which accepts metrics until its commit record is created."""
 
     def __init__(self, content: StepContent, reason: str) -> None:
         self.step = content.step
@@ -202,7 +202,7 @@ class PendingSave:
             return self._open
 
     def close(self) -> dict[str, Any] | None:
-        """Return all metrics, and accept no more."""
+        """Stop accepting metrics, and return all of them."""
         with self._lock:
             self._open = False
             return self.metrics

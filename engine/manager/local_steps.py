@@ -1,8 +1,8 @@
-"""Local steps: the hosts of a program, which host keeps whose copies, and the newest step that is whole across them.
+"""Find the host-local steps of a run, the hosts that have their files and copies, and the newest complete step.
 
-At the start, a run asks all hosts for their files. The newest step with every file on some host is verified by its
-checksums, each file on its host, and read through :class:`~..storage.ScatteredFiles`: files of this host directly,
-others by byte ranges from a host that has them. `local_tier` saves the steps.
+At the start, a run collects the file lists of all hosts. A step is complete if every file is on some host. Each host
+verifies the checksums of its files of the newest complete step. :class:`~..storage.ScatteredFiles` reads files on this
+host directly, and requests byte ranges of other files from a host that has them. `local_tier` saves local steps.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _logger = logging.getLogger("holdfast")
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
 
 OWN = "own"  # subfolder for files written by the host's own processes
-COPIES = "copies"  # subfolder for files received from other hosts
+COPIES = "copies"  # subfolder for copies of other hosts' files
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return, for each host, the ``copies`` other hosts that keep copies of its files."""
+    """Return for each host the indices of the ``copies`` other hosts that keep copies of its files."""
     # The ring alternates between failure domains. Each host sends to the next hosts in other domains, and to hosts in
     # its own domain only if there are too few others.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
@@ -56,7 +56,7 @@ def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:
-    """One host's part of a local step: subfolder and size of each file by path, and the commit record."""
+    """The files of a local step on one host, as a mapping from path to (subfolder, size), and the commit record."""
 
     files: Mapping[str, tuple[str, int]]
     record: CheckpointRecord | None = None
@@ -75,11 +75,11 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A local step with every file on at least one host."""
+    """A complete local step, which has every file on at least one host."""
 
-    folder: str  # the folder name, the same on every host
+    folder: str  # name of the step's folder on every host
     record: CheckpointRecord
-    holders: Mapping[str, Sequence[tuple[int, str]]]  # by path, the index and subfolder of each host that has the file
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # for each path, the hosts that have the file: (index, subfolder)
 
     @property
     def step(self) -> int:
@@ -93,7 +93,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
-    """Gather a step from the hosts' folders, or return why it is not whole; "" if its save has not ended."""
+    """Combine the hosts' files of a step, or return why the step is incomplete; "" if its save has not ended."""
     here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
     records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
     if not records:
@@ -112,14 +112,14 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
 
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
-    """Return the steps with every file on some host, newest first."""
+    """Return the complete local steps, newest first."""
     gathered = (gather(folder, held) for folder in set().union(*held))
     whole = (step for step in gathered if isinstance(step, WholeStep))
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history described by ``branches`` contains the local step in a folder."""
+    """Return whether the local step in a folder belongs to the history that ``branches`` describe."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     indices = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(indices) and all(step <= later.after for later in branches[indices[-1] + 1 :])
@@ -130,37 +130,37 @@ class _Host:
     name: str
     domain: str
     url: str
-    leader: int  # the first process on the host, which serves and copies files for it
+    leader: int  # the first process on the host, which serves and copies files for the host
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The facts that process 0 sends to all processes at the start."""
+    """The values that process 0 sends to all processes at the start."""
 
     hosts: Sequence[_Host]
-    run: str | None  # the run's folder with the local steps that count; None while the run's directory is new
-    path_digest: str  # the suffix of that folder's name, a digest of the directory's path
+    run: str | None  # name of the folder with the run's local steps; None while the run's directory is new
+    path_digest: str  # suffix of the folder's name: a digest of the path of the run's directory
     token: str
-    attempt: str  # random text, unique to this attempt of the program
-    branches: tuple[LocalBranch, ...]  # the history at the start, which determines the local steps that count
+    attempt: str  # random text that identifies this attempt of the program
+    branches: tuple[LocalBranch, ...]  # the history at the start, which determines the valid local steps
 
 
 class LocalHosts:
-    """The hosts that a program runs on, and the run's local steps stored on them."""
+    """The hosts of a program, and the local steps of the run on these hosts."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}  # connections to the other hosts, by host index
-        self.newest: WholeStep | None = None  # set if newer than every step in the directory
+        self.newest: WholeStep | None = None  # the newest local step if the directory has no newer one
         self._run = run
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.further: set[int] = set()  # other whole local steps in the run's history, read only if needed
-        self.left: set[int] = set()  # whole local steps that are not in the run's history
-        self._agreed_steps: list[dict[str, HeldStep]] = []  # files that each host holds; only on process 0
-        self._elsewhere: dict[int, str] = {}  # on process 0: why steps that may belong to another run are not used
-        self.unused: dict[int, str] = {}  # why steps that are incomplete, or may belong to another run, are not used
+        self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
+        self.left: set[int] = set()  # complete local steps that are not in the run's history
+        self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
+        self._elsewhere: dict[int, str] = {}  # on process 0, reasons not to use steps that may belong to another run
+        self.unused: dict[int, str] = {}  # reasons not to use other steps, such as missing files
         self.program: _Program
         try:
             self._open(options)
@@ -169,7 +169,7 @@ class LocalHosts:
             raise
 
     def _open(self, local: Local) -> None:
-        """Find the hosts, and the newest step that is whole across them."""
+        """Find the hosts and the newest complete local step."""
         name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
         program = self._processes.agree("hosts of local steps", me, self._meet)
@@ -177,7 +177,7 @@ class LocalHosts:
         branches = tuple(LocalBranch(*fields) for fields in program["branches"])
         self.program = _Program(**{**program, "hosts": hosts, "branches": branches})
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
-        self.leads = hosts[self.host].leader == self._processes.index  # serves and copies for its host
+        self.leads = hosts[self.host].leader == self._processes.index  # True if this process serves files for its host
         self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts that keep our copies
         if len(hosts) == 1 and local.copies and self._processes.is_primary:
             _logger.warning(
@@ -196,7 +196,7 @@ class LocalHosts:
                 held = self._held()
                 mine["held"] = {folder: step.to_json() for folder, step in held.items()}
                 mine["elsewhere"] = list(self._steps_elsewhere(held).items())
-        except HoldfastError as error:  # reported here, so that all processes raise it
+        except HoldfastError as error:  # sent to process 0, so that all processes raise it
             mine["problem"] = f"{name}: {error}"
         answer = self._processes.agree("local steps", mine, self._first_choice)
         self.sequence = answer["sequence"]  # the highest sequence number of a local step on any host
@@ -212,7 +212,7 @@ class LocalHosts:
             _logger.warning("%s", itemized(f"{self.root}: newer local steps of this run are not used:", newer))
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Determine the hosts of the program, and the run whose local steps count; on process 0."""
+        """Determine the hosts of the program and the history of the run; called on process 0."""
         hosts: dict[str, dict[str, Any]] = {}
         for index, process in enumerate(processes):
             host = hosts.setdefault(process["name"], {**process, "leader": index})
@@ -235,14 +235,14 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copied directory has the same run identity, but is another run; the same holds for another step_prefix.
+        # A copied directory, or a series with another step_prefix, is another run despite its equal identity.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
     # ---- which step is whole
 
     def _check_places(self, name: str | None) -> None:
-        """Raise an error for folders in which another user of the host could have placed or replaced local steps."""
+        """Raise an error if another user of the host could have added or replaced local steps in the folders."""
         check_private(os.fspath(self.root), shared=True)
         if name is not None:
             check_private(os.fspath(self.root / name), shared=False)
@@ -275,7 +275,7 @@ class LocalHosts:
         return held
 
     def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
-        """Return the local steps stored under another run identity or directory path, and why each is not used."""
+        """Map local steps under another run identity or directory path to the reasons why they are not used."""
         unused = {}
         for entry in self.root.entries():
             run, _, path = entry.name.partition(".")
@@ -302,7 +302,7 @@ class LocalHosts:
         return unused
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the address of each host and the newest whole step; on process 0."""
+        """Return the address of each host and the newest complete step; called on process 0."""
         leaders = [processes[host.leader] for host in self.program.hosts]
         if problems := [leader["problem"] for leader in leaders if leader["problem"]]:
             raise OptionError(f"local steps: {problems[0]}")
@@ -322,16 +322,16 @@ class LocalHosts:
         }
 
     def _counts(self, folder: str, step: int) -> bool:
-        """Return whether the history of the newest step contains a local step; on process 0."""
+        """Return whether the run's history contains a local step; called on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
-        return step > max(self._run.steps(), default=-1)  # no history has been recorded: the directory is new
+        return step > max(self._run.steps(), default=-1)  # a new directory has no recorded history
 
     def _counting(self) -> list[WholeStep]:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Choose the given step if it counts, else the newest that the directory lacks; also return unused steps."""
+        """Choose the given step, or if None, the newest one that the directory lacks; also return unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -339,13 +339,13 @@ class LocalHosts:
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)
-        newest = max(self._run.steps(), default=-1)  # the directory may have replaced an equal local step
+        newest = max(self._run.steps(), default=-1)  # the directory may have a newer version of the step
         whole = next((w for w in counting if (w.step > newest if step is None else w.step == step)), None)
         document = whole and {"folder": whole.folder, "record": whole.record.to_document(), "holders": whole.holders}
         return {"whole": document, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again, ignoring a folder's files that hosts found damaged; on process 0."""
+        """Choose again, ignoring files in a folder that hosts found damaged; called on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]
@@ -354,17 +354,17 @@ class LocalHosts:
         return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
-        """Return one of the ``further`` steps if it is whole; all processes must call this."""
+        """Return one of the ``further`` steps if it is intact; all processes must call this."""
         self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
-        """Verify the chosen step, each file on its host, and return it; if it is damaged, choose another."""
+        """Verify each file of the chosen step on its host, and return the step; if it is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            for digested in (True, False):  # the index first, because it has the checksums of the others
+            for digested in (True, False):  # the index first, because it contains the checksums of the other files
                 mine = self._damaged(step, digested) if self.leads else []
                 answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
                 if answer["damaged"]:
@@ -378,17 +378,17 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        self.unused, self.further, self.left = {}, set(), set()  # other threads may be iterating over the old objects
+        self.unused, self.further, self.left = {}, set(), set()  # not cleared, because other threads may iterate
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return this host's damaged files of a step: those with a digest in the record, or all others."""
+        """Check this host's files with a checksum in the commit record, or all others; return the damaged ones."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
                 if digested
                 else file_checks(self._location_of(step), step.record)
             )
-        except HoldfastError as error:  # report all files as damaged, so that another step is read
+        except HoldfastError as error:  # report all files as damaged, so that another step is chosen
             _logger.warning("the local step %d cannot be verified: %s", step.step, error)
             return [path for path, _ in files_of(step.record)]
         here = [
@@ -414,7 +414,7 @@ class LocalHosts:
         return damaged
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
-        """Return the location to read a step from, and its commit record."""
+        """Return the location and commit record from which to read a step."""
         having = {host for places in step.holders.values() for host, _ in places}
         missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
@@ -431,7 +431,7 @@ class LocalHosts:
         return self.root / self.program.run / where / folder
 
     def _location_of(self, step: WholeStep) -> Location:
-        """Return a location that presents a step's files as one folder, wherever they are stored."""
+        """Return a location that presents a step's files as one folder, regardless of the hosts that have them."""
         sizes = {path: record.size for path, record in files_of(step.record)}
 
         def opened(path: str) -> DataReader:
@@ -445,15 +445,15 @@ class LocalHosts:
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
 
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
-        """Create the run's folder on all hosts; raise StorageError on all processes if any host cannot."""
-        # Processes that failed earlier take no part: this is the rendezvous of the local save, which they have left.
+        """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
+        # Use the rendezvous of the local save, because processes that have failed earlier have left it.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:
             mine = json.dumps(name).encode() if self._processes.is_primary else None
             name = json.loads(rendezvous.broadcast("run", mine, timeout))
         problem = space = None
-        if name is None:  # the file with the run's identity is damaged
+        if name is None:  # the file that stores the run's identity is damaged
             problem = f"{self._run.location}: the identity of the run is not known"
         else:
             self.program = replace(self.program, run=name)
@@ -464,7 +464,7 @@ class LocalHosts:
                     os.mkdir(space, 0o700)
                 space.make_directory()
                 self._check_places(name)
-                os.chmod(space, 0o700)  # private, because all users can often write to the parent folder
+                os.chmod(space, 0o700)  # private, because the parent folder is often writable by all users
             except (HoldfastError, OSError) as error:
                 problem = described(error)
         mine = b"" if problem is None else f"process {self._processes.index}: {problem}".encode()
@@ -486,7 +486,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step; None if it is unreadable: another host may have it."""
+    """Return the commit record of a local step, or None if it is unreadable, because another host may have a copy."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:

@@ -1,4 +1,4 @@
-"""Manages the checkpoints of one run: when to save, what to keep, and which step to resume from."""
+"""Manage the checkpoints of one run: when to save, which steps to keep, and which step to resume from."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ _AFTER_ERROR = 10.0  # seconds to wait for the mirror when the program ends with
 class CheckpointManager(ExplainsNames):
     """Manages the checkpoints of one run in one directory.
 
-    Use a manager from one thread only. Any number of managers may read a directory; only one at a time writes to it.
-    In a program of several processes, each creates a manager and calls the same methods at the same steps: they save
-    together, process 0 decides about time and metrics, and only process 0 deletes.
+    A manager must be used from one thread only. Any number of managers may read a directory, but only one at a time may
+    write to it. In a program with several processes, every process creates a manager and calls the same methods at the
+    same steps. All processes save together, but only process 0 deletes steps and evaluates time and metrics.
 
     Args:
-        directory: The checkpoint directory: a path or a URL. It is created by the first save.
-        checkpointers: A checkpointer for a single item, or a dictionary of checkpointers by item. None means a single
-            item: a tree, saved in the background.
-        options: When to save and what to keep.
-        metadata: Facts about the run, as JSON-serializable values; stored with the checkpoints.
+        directory: The path or URL of the checkpoint directory, which the first save creates.
+        checkpointers: A checkpointer for a single item, or a dictionary that maps item names to checkpointers. None
+            saves a single item, a tree, in the background.
+        options: When to save and which steps to keep.
+        metadata: JSON-serializable information about the run, which is stored with the checkpoints.
         clock: The time source.
-        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
-            initialized; ``hf.processes.Alone()`` is this process alone.
+        coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
+            initialized; ``hf.processes.Alone()`` ignores other processes.
         observer: The run's observer, such as a rehearsal or a trace (``holdfast.observer.Observer``). None uses the
             process's observer, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started it.
 
     Attributes:
         directory: The checkpoint directory.
-        options: When to save and what to keep.
+        options: When to save and which steps to keep.
         events: The run's events, stored in ``events.jsonl`` in its directory.
         processes: The processes that save together.
         observer: The run's observer.
 
     Raises:
-        CheckpointExistsError: The directory has checkpoints of another library, or of another ``step_prefix``, and none
-            of this run, which would start from 0 next to them. A ``read_only`` manager opens it, and restores
-            Orbax steps.
+        CheckpointExistsError: The directory contains no checkpoints of this run, but checkpoints of another library or
+            another ``step_prefix``, next to which the run would start from step 0. A ``read_only`` manager can open the
+            directory and restore Orbax steps.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -112,9 +112,9 @@ class CheckpointManager(ExplainsNames):
         if mirror is not None and writes:
             self._mirror = RunMirror(as_location(mirror.url), mirror, self._run)
             self._run.add_place(self._mirror)
-        self._local: LocalTier | None = None  # local steps on the hosts; None as for the mirror
+        self._local: LocalTier | None = None  # None without host-local steps, and for read-only managers
         if self.options.local is not None and writes:
-            from .local_tier import LocalTier  # imported lazily: importing sockets takes longer than a small save
+            from .local_tier import LocalTier  # imported lazily because importing sockets is slower than a small save
 
             self._run.compare_options()
             self._local = LocalTier(self.options.local, self._run)
@@ -130,15 +130,15 @@ class CheckpointManager(ExplainsNames):
         self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned)
         self._saves = SaveQueue(self._run, self._items, decisions, self._abandoned)
 
-    # ---- the places besides the directory
+    # ---- other storage tiers
 
     def fetch(self, step: int) -> bool:
-        """Copy a step that the directory lacks from the mirror, or find it on the hosts.
+        """Make a step that the directory lacks available from the mirror or from host-local storage.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
         Args:
-            step: The step.
+            step: The step to fetch.
 
         Returns:
             Whether the step can be restored.
@@ -150,16 +150,16 @@ class CheckpointManager(ExplainsNames):
         return self._mirror.status() if self._mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
-        """Copy the newest step to the mirror, due or not, and stop mirroring; otherwise, :meth:`close` does so.
+        """Copy the newest step to the mirror even if it is not due, and stop mirroring, as :meth:`close` does.
 
-        If the mirror still lacks that step, a warning names it and says what to do.
+        If the mirror still lacks the newest step afterwards, a warning names the step and says what to do.
 
         Args:
-            timeout_secs: The longest wait, in seconds. The call returns at once if the copy would take longer at the
-                measured rate. None waits for the mirror's ``wait_secs``.
+            timeout_secs: The maximum time to wait, in seconds. The call returns immediately if the copy would take
+                longer at the measured rate. None waits for the mirror's ``wait_secs``.
 
         Returns:
-            Whether the mirror has the newest step; True without a mirror.
+            True if the mirror has the newest step, or if there is no mirror.
         """
         return self._mirror is None or not self.processes.is_primary or self._mirror.finish(timeout_secs)
 
@@ -170,10 +170,10 @@ class CheckpointManager(ExplainsNames):
         return self._steps.steps()
 
     def latest_step(self, item: str | None = None) -> int | None:
-        """Return the newest committed step, or None; at the start of a run, it may be one that only the hosts have.
+        """Return the newest committed step, or None. At the start of a run, this may be a host-local step.
 
         Args:
-            item: An item that the step must have; items of ``item_intervals`` are not in every step.
+            item: An item that the step must have, because steps may lack items of ``item_intervals``.
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
@@ -181,41 +181,41 @@ class CheckpointManager(ExplainsNames):
         return max(here.union(self._steps.borrowed), default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step includes an item, so that a loop collects a large one only if needed.
+        """Return whether a save at a step includes an item, so that a loop collects a large item only if needed.
 
         Args:
-            item: The item.
+            item: The name of the item.
             step: The step.
         """
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step by ``best_fn``, or None if none has its metric; without ``best_fn``, the newest step."""
+        """Return the best step by ``best_fn``, or None if no step has its metric; without ``best_fn``, the newest."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
         return best(self._steps.infos(), self.options.best_fn, self.options.ranking_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
-        """Return all reasons why a committed step is kept; empty if it is about to be deleted.
+        """Return all reasons why a committed step is kept, or an empty tuple if it is about to be deleted.
 
         Args:
             step: The step.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: The step does not exist.
         """
         self._steps.stored_record(step)
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics stored with a step, as a dictionary if they were given as one; None if there are none.
+        """Return the metrics of a step in the form in which they were passed, or None if it has no metrics.
 
         Args:
             step: The step.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: The step does not exist.
         """
         self._steps.listed_record(step)
         self._steps.add_late_metrics()
@@ -223,28 +223,28 @@ class CheckpointManager(ExplainsNames):
         return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
-        """Return the ``custom_metadata`` that a step was saved with, or None.
+        """Return the ``custom_metadata`` with which a step was saved, or None.
 
         Args:
             step: The step.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: The step does not exist.
         """
         return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored with the checkpoints, or None."""
+        """Return the metadata of the run that is stored with the checkpoints, or None."""
         return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
-        """Return a step's tree with a description of every leaf, without reading its data.
+        """Describe the leaves of a step without reading their data.
 
         Args:
-            step: The step; None is the newest.
+            step: The step; None for the newest step.
 
         Returns:
-            The tree with a description of every leaf, or a dictionary of such trees by item if the manager has several.
+            The step's tree with a description of each leaf, or a dictionary of such trees if there are several items.
         """
         chosen = self.latest_step() if step is None else step
         if chosen is None:
@@ -252,7 +252,7 @@ class CheckpointManager(ExplainsNames):
         return self._restorer.structure(chosen)
 
     def reload(self) -> None:
-        """Reread the directory to see changes by other processes; waits for a save in progress."""
+        """Reread the directory to see changes by other processes, after waiting for a save in progress."""
         self._background.join()
         self._steps.reload(forget=True)
 
@@ -266,7 +266,7 @@ class CheckpointManager(ExplainsNames):
         self, step: int | None = None, items: None = None, *, restore_kwargs: Mapping[str, Any] | None = None
     ) -> Any: ...
 
-    @overload  # the items are named, without templates
+    @overload  # for item names without templates
     def restore(
         self,
         step: int | None = None,
@@ -287,22 +287,21 @@ class CheckpointManager(ExplainsNames):
         """Restore a step.
 
         Args:
-            step: The step; None is the newest whole one.
-            items: A template, or a dictionary of templates if the manager has several items: only the named items are
-                restored; None restores all. An item of ``item_intervals`` that the step lacks is left out, with a
-                warning that names the step that has it: ``restore(manager.latest_step("replay"), {"replay": None})``
-                reads that one. Without a template, arrays are numpy arrays, or torch tensors if the program has
-                imported torch.
-            restore_kwargs: Further arguments for the handler, or a dictionary of such arguments by item.
+            step: The step; None for the newest intact step.
+            items: A template, or if the manager has several items, a dictionary of templates for the items to restore;
+                None restores all items. Items of ``item_intervals`` that the step lacks are omitted with a warning, and
+                can be restored separately: ``restore(manager.latest_step("replay"), {"replay": None})``. Without a
+                template, arrays are numpy arrays, or torch tensors if the program has imported torch.
+            restore_kwargs: Additional arguments for the handler, or a dictionary of such arguments by item.
 
         Returns:
             The item, or a dictionary of items if the manager has several.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or no step at all.
+            CheckpointNotFoundError: The step does not exist, or there are no steps.
             DamagedCheckpointError: The step is damaged.
             TreeMismatchError: A template and the saved item differ.
-            NoWholeCheckpointError: No step was given, and all of them are damaged.
+            NoWholeCheckpointError: No step was given, and all steps are damaged.
         """
         self._background.join()
         if step is None:
@@ -314,20 +313,20 @@ class CheckpointManager(ExplainsNames):
         return self._restorer.restore_step(step, items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
-        """Restore the newest whole step.
+        """Restore the newest intact step.
 
-        Damaged steps are skipped, with a warning for each; a template that does not match raises an error at once.
+        Each damaged step is skipped with a warning, whereas a template that does not match raises an error immediately.
 
         Args:
             items: As for :meth:`restore`.
             restore_kwargs: As for :meth:`restore`.
 
         Returns:
-            The step and the restored items, or None if the directory holds no checkpoint.
+            The step and the restored items, or None if the directory contains no checkpoint.
 
         Raises:
-            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
-            CheckpointNotFoundError: A process does not see a step that process 0 sees.
+            NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
+            CheckpointNotFoundError: A process cannot find a step that process 0 has found.
             TreeMismatchError: A template and the saved item differ.
         """
         self._background.join()
@@ -337,21 +336,21 @@ class CheckpointManager(ExplainsNames):
         return None if whole is None else self._restorer.resume(whole, began)
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
-        """Preview the step that a restore would read, for programs that depend on the step they resume from.
+        """Preview the step that a restore would read, for programs that depend on the step from which they resume.
 
-        Only the named items are read, so this may return a step that the restore skips because its other items are
-        damaged. The call does not count as a restore.
+        Only the requested items are read, so a restore may skip the returned step because its other items are damaged.
+        The call does not count as a restore.
 
         Args:
-            items: The items to read, such as ``["extras"]``.
-            step: The step; None is the newest one whose requested items are whole.
+            items: The names of the items to read, such as ``["extras"]``.
+            step: The step; None for the newest step whose requested items are intact.
 
         Returns:
-            The step with these items as ``extras``, or None if the directory holds no checkpoint.
+            The step with the requested items as ``extras``, or None if the directory contains no checkpoint.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
-            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
+            CheckpointNotFoundError: The step does not exist.
+            NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
         self._background.join()
         self._run.compare_options()
@@ -369,7 +368,7 @@ class CheckpointManager(ExplainsNames):
 
     @property
     def resumed_from(self) -> int | None:
-        """The step of the last restore, from which the run resumes; None if nothing was restored."""
+        """The step of the last restore, from which the run resumes; None if no step was restored."""
         return self._abandoned.resumed_from
 
     # ---- saving
@@ -377,10 +376,10 @@ class CheckpointManager(ExplainsNames):
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and the reason.
 
-        The run begins with the first step that this method receives. After a failed save, the next step is due.
+        The first step passed to this method is the start of the run. After a failed save, the next step is due.
 
         Args:
-            step: The number of optimizer updates done.
+            step: The number of completed optimizer updates.
             metrics: The metrics of this step, for ``save_on_best``.
         """
         return self._saves.decide(step, metrics)
@@ -404,26 +403,27 @@ class CheckpointManager(ExplainsNames):
         """Save a step if it is due.
 
         Args:
-            step: The number of optimizer updates in the items, 0 or more.
-            items: The item, or a dictionary of items if the manager has several; the items of ``item_intervals`` are
-                saved if they are due, and may be left out.
-            metrics: Numbers to store with the checkpoint and to rank it by: a dictionary or another container, which
-                may hold dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096 numbers. They
-                are returned, and passed to ``best_fn``, as dictionaries and lists.
-            custom_metadata: Facts about this step, as JSON-serializable values; see :meth:`custom_metadata`.
-            force: Save even if nothing is due; a checkpoint of the same step is replaced, atomically. After
-                :meth:`restore` of an older step, the steps after it are replaced without ``force``, too.
-            save_kwargs: Further arguments for the handler, or a dictionary of such arguments by item.
-            reason: The reason for the save, for the log and the record, in place of the triggers' reason.
+            step: The number of completed optimizer updates, 0 or more.
+            items: The item, or a dictionary of items if the manager has several. Items of ``item_intervals`` are saved
+                if they are due, and may be omitted.
+            metrics: Numbers to store with the checkpoint and by which to rank it, as a dictionary or another container,
+                which may contain dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096
+                numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
+            custom_metadata: JSON-serializable information about this step; see :meth:`custom_metadata`.
+            force: Save even if no save is due, and atomically replace a checkpoint of the same step. After
+                :meth:`restore` of an older step, later steps are replaced even without ``force``.
+            save_kwargs: Additional arguments for the handler, or a dictionary of such arguments by item.
+            reason: The reason for the save in the log and the commit record; None uses the triggers' reason.
 
         Returns:
-            Whether it was saved; a background save is not committed yet. A folder with other files prevents a save.
+            True if the step was saved, or if its background save has started. Other files in the step's folder prevent
+            a save.
 
         Raises:
-            SaveFailedError: The previous background save failed; this step is saved nevertheless, unless another
-                process did not answer.
+            SaveFailedError: The previous background save failed. This step is still saved, unless another process did
+                not respond.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            OptionError: The items are not the manager's, or ``custom_metadata`` is not JSON-serializable.
+            OptionError: The items are not those of the manager, or ``custom_metadata`` is not JSON-serializable.
             OwnershipError: Another run writes to this directory.
         """
         self._run.check_writable()
@@ -431,7 +431,7 @@ class CheckpointManager(ExplainsNames):
         try:
             saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # an error of the previous background save does not concern this step
+            # An error of the previous background save does not affect a local save of this step.
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
                 self._save_locally(content)
             elif self._local is not None:
@@ -444,10 +444,10 @@ class CheckpointManager(ExplainsNames):
         return self._local is not None and self._local.save(content, self._saves.due_items)
 
     def local_due(self, step: int) -> bool:
-        """Return whether a local save on the hosts is due at a step; False without the option ``local``.
+        """Return whether a host-local save is due at a step; False without the option ``local``.
 
         Args:
-            step: The number of optimizer updates done.
+            step: The number of completed optimizer updates.
         """
         return self._local is not None and self._local.due(step)
 
@@ -460,9 +460,9 @@ class CheckpointManager(ExplainsNames):
         custom_metadata: Mapping[str, Any] | None = None,
         save_kwargs: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save a step locally on the hosts if it is due; :meth:`save` does so as well.
+        """Save a host-local step if one is due, as :meth:`save` also does.
 
-        An error in writing or copying is logged, and training continues.
+        Errors while files are written or copied are logged, and training continues.
 
         Args:
             step: As for :meth:`save`.
@@ -472,31 +472,31 @@ class CheckpointManager(ExplainsNames):
             save_kwargs: As for :meth:`save`.
 
         Returns:
-            Whether a local save was due.
+            Whether a host-local save was due.
 
         Raises:
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            BarrierTimeoutError: The previous local save failed because another process did not answer.
-            PeerFailedError: It failed because the store that connects the processes did not answer.
+            BarrierTimeoutError: The previous local save failed because another process did not respond.
+            PeerFailedError: The previous local save failed because the processes' coordination store did not respond.
         """
         self._run.check_writable()
         return self._save_locally(StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {}))
 
     def local_status(self) -> LocalStatus | None:
-        """Return the status of this run's local steps on the hosts; None without the option ``local``."""
+        """Return the status of this run's host-local steps; None without the option ``local``."""
         return None if self._local is None else self._local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
-        """Store metrics with a step that is saved or being saved; new values replace old ones.
+        """Add metrics to a step that is saved or being saved, replacing earlier metrics of the same name.
 
-        A ``read_only`` manager stores them for the live run to pick up, as ``hf.record_metrics`` does.
+        A ``read_only`` manager stores the metrics for the active run to read, as ``hf.record_metrics`` does.
 
         Args:
             step: The step.
             metrics: Numbers, as for :meth:`save`.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: The step does not exist.
         """
         if self.options.read_only:
             add_metrics(self.directory, step, metrics, step_prefix=self.options.step_prefix, clock=self._clock)
@@ -505,15 +505,15 @@ class CheckpointManager(ExplainsNames):
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
-        """Keep a step until it is unpinned, even if no rule keeps it."""
+        """Keep a step until it is unpinned, even if no retention rule keeps it."""
         self._pin(step, True)
 
     def unpin(self, step: int) -> None:
-        """Unpin a step, so that the retention rules decide about it again."""
+        """Unpin a step, so that the retention rules apply to it again."""
         self._pin(step, False)
 
     def _pin(self, step: int, pinned: bool) -> None:
-        with self._saves.apart_from_save_of(step):  # a save that replaces the step commits a new record
+        with self._saves.apart_from_save_of(step):  # because a save that replaces the step commits a new record
             self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
@@ -521,44 +521,44 @@ class CheckpointManager(ExplainsNames):
 
         Args:
             step: The step.
-            mirror: Whether to delete it from the mirror as well. A manager without the option ``mirror``, in the
-                directory of a run that had one, records the deletion for the next run with that option.
+            mirror: Whether to delete the step from the mirror as well. If an earlier run had the option ``mirror`` but
+                this manager does not, the deletion is recorded for the next run with that option.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: The step does not exist.
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # wait, because saves store the history of local steps
+            self._background.join()  # because saves store the history of local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all steps after the given one, including pinned and damaged ones, to return to it permanently.
+        """Delete all steps after a given step, including pinned and damaged ones, to return to it permanently.
 
         ::
 
             state = manager.restore(1200, template)
             manager.delete_after(1200)  # otherwise, retention and the next resume treat later steps as the newest
 
-        The latest step is deleted first, so that an interrupted call leaves the earlier steps without gaps.
+        Steps are deleted from the last one down, so that an interrupted call leaves no gaps.
 
         Args:
             step: The step to return to.
 
         Returns:
-            The steps that were deleted, in ascending order.
+            The deleted steps in ascending order.
         """
         self._run.check_writable()
         step = valid_step(step)
         self._background.join()
         self._run.wait_for_places()
         self.acquire()
-        self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
+        self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of the later steps
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete from the directory; ``everywhere`` notifies the other places, which then apply the tombstone."""
+        """Delete from the directory; ``everywhere`` makes the other storage tiers apply the tombstone."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()
@@ -571,8 +571,8 @@ class CheckpointManager(ExplainsNames):
     def acquire(self) -> None:
         """Acquire ownership of the directory, and remove leftovers of interrupted runs.
 
-        The first save does this automatically. An early call reveals at once, rather than after an hour of
-        training, that another run has taken the directory.
+        The first save does this automatically. Call this method earlier to detect at the start of training, rather
+        than at the first save, that another run owns the directory.
 
         Raises:
             OwnershipError: Another run writes to this directory.
@@ -584,7 +584,7 @@ class CheckpointManager(ExplainsNames):
         return self._background.running
 
     def wait_until_finished(self) -> None:
-        """Wait until the current save is durable, including local saves on the hosts, but not the mirror.
+        """Wait until the current saves, including host-local saves, are durable; do not wait for the mirror.
 
         Raises:
             SaveFailedError: The save failed.
@@ -593,11 +593,11 @@ class CheckpointManager(ExplainsNames):
         self._run.wait_for_places()
 
     def check_for_errors(self) -> None:
-        """Raise SaveFailedError if a save has failed and its error has not been raised yet. Does not wait."""
+        """Raise SaveFailedError, without waiting, if a save has failed and its error has not been raised yet."""
         self._background.check()
 
     def close(self) -> None:
-        """Wait for the save in progress and, for a limited time, for the mirror; then release the directory.
+        """Wait for the save in progress and, for a limited time, for the mirror, and then release the directory.
 
         Raises:
             SaveFailedError: The save failed.
@@ -635,20 +635,20 @@ class CheckpointManager(ExplainsNames):
 
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
-    """Record that the run resumes from a step, warn about the later steps at once, and return these in order."""
-    # A restore defers the warning to the next save, because its caller may only be inspecting the step.
+    """Record that the run resumes from a step, warn about later steps immediately, and return them in order."""
+    # By contrast, a restore defers the warning to the next save, because it may be only an inspection.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Call ``listener`` with the folder and record of each step, including local ones, on the committing thread."""
+    """Register a listener for each commit, including local steps; it is called on the thread that commits."""
     manager._run.committed = listener
 
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
-    """Return this host's folder of a step, and its record; None if it is missing or damaged."""
+    """Return this host's folder of a step and its commit record, or None if the step is missing or damaged."""
     borrowed = manager._steps.borrowed.get(step)
     if borrowed is not None and manager._local is not None:
         return manager._local.place_of(step), borrowed[1]
@@ -662,13 +662,13 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return a message suffix about a step that only other places have and that the run cannot read, or ""."""
+    """Return a message suffix about a step that exists in other storage tiers but cannot be read, or ""."""
     return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """If the block before a save or a local save fails, report this to the other processes at once."""
+    """Report to the other processes immediately if the block, which precedes a save or a local save, fails."""
     try:
         yield
     except BaseException as error:
@@ -680,7 +680,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:
-    """Apply pending deletions and pins to the run's former mirror, copying no steps; return whether that succeeded."""
+    """Apply pending deletions and pins to the run's former mirror, but copy no steps; return whether this succeeded."""
     manager.acquire()
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:
@@ -689,7 +689,7 @@ def settle_mirror(manager: CheckpointManager) -> bool:
 
 
 def best_step_in(directory: Location) -> int:
-    """Return the best step of a run according to its ``best_fn``; raise an error if there is none."""
+    """Return the best step of a run according to its ``best_fn``; raise an error if no step can be ranked."""
     options = stored_options(directory)
     if options is None or options.best_fn is None:
         raise OptionError(

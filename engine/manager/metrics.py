@@ -1,7 +1,7 @@
-"""Metrics of a step: looking up and comparing a metric, and converting metrics to their stored form.
+"""Look up and compare the metrics of a step, and convert metrics to their stored form.
 
-Metrics are a dictionary of numbers, and of lists, arrays, dictionaries and other containers of them. Metrics of another
-type are stored in a dictionary under the name ``""``, and are returned unchanged.
+Metrics are a dictionary whose values are numbers, or lists, arrays, dictionaries and other containers of numbers.
+Metrics of another type are stored in a dictionary under the key ``""``, and are returned unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import OptionError, shortened
 
 _logger = logging.getLogger("holdfast")
 
-# A metric's name, with ``/`` between the names of nested mappings, or a function of all metrics of a step.
+# The name of a metric, with ``/`` between the keys of nested mappings, or a function of all metrics of a step.
 Metric = str | Callable[[Any], Any]
 
 Mode = Literal["max", "min"]  # whether larger or smaller values are better
@@ -31,7 +31,7 @@ _PATIENCE = 1000  # maximum number of steps without an evaluation before the war
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
-    """Return one metric of a step as a number, or None."""
+    """Return one metric of a step as a number, or None if it is missing, NaN or not a number."""
     if metrics is None:
         return None
     if isinstance(metric, str):
@@ -43,7 +43,7 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
 
 
 def metric_name(metric: Metric) -> str:
-    """Return a metric's name for messages; for a function, the function's name."""
+    """Return the name of a metric, or of the function that computes it, for messages."""
     if isinstance(metric, str):
         return metric
     name = getattr(metric, "__name__", "")
@@ -63,7 +63,7 @@ def better(value: float, other: float, mode: Mode) -> bool:
 
 
 def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
-    # A key may itself contain slashes, so try every way of splitting the name, longest key first.
+    # Keys may contain slashes, so try all possible splits of the name, longest key first.
     if name in metrics:
         return metrics[name]
     parts = name.split("/")
@@ -77,10 +77,10 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Convert a value, or an array of one element, to a plain number; return None for anything else, such as text."""
+    """Convert a value, or an array of one element, to a plain number; return None if this is impossible."""
     if not isinstance(value, (int, float)):
-        # An array of one element is a number, whatever its shape; `float` would warn about the shape (1,). ``item()``
-        # raises errors of the computation behind an array, which must not be mistaken for a missing metric.
+        # Accept an array of one element regardless of its shape; `float` would warn about the shape (1,). Errors of
+        # ``item()`` are raised, because a failed computation of the array must not look like a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)
@@ -111,18 +111,18 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics as given by the program, which may not be a dictionary."""
+    """Return metrics in the form in which the program passed them, which may not be a dictionary."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Convert metrics to plain numbers in dictionaries and lists; ``omitted`` receives rejected entries."""
+    """Convert metrics to plain numbers in dictionaries and lists; call ``omitted`` for each rejected entry."""
     plain: dict[str, Any] = _plain(named(metrics), "", omitted)
     return plain
 
 
 def plain_containers(metrics: Mapping[str, Any]) -> Any:
-    """Convert metric containers to the stored kinds; values on a device stay there."""
+    """Convert metric containers to dictionaries and lists without transferring values from a device."""
     fields = _fields(metrics)
     if fields is not None:
         return {str(key): plain_containers(value) for key, value in fields.items()}
@@ -154,7 +154,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries of a non-mapping container; for lists and arrays, the keys are indices."""
+    """Return the entries of a container, with indices as the keys for lists and arrays."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
         fields = {str(index): inner for index, inner in enumerate(value)}
@@ -162,7 +162,7 @@ def _entries(value: Any) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """Return the entries of a container with named entries; None for everything else."""
+    """Return the entries of a mapping, namedtuple or dataclass; None for all other types."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -176,16 +176,16 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 class MetricWatch:
-    """Warns once if reports lack the metric that ranks checkpoints, whose name is probably misspelt."""
+    """Warns once if steps lack the metric that ranks checkpoints, whose name is then probably misspelled."""
 
     def __init__(self, metric: Metric, where: str) -> None:
         self._metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # whether the metric has been reported, or the warning given
+        self.ended = False  # whether the metric has been reported, or the warning logged
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check the metrics of a step without device transfers; ``saved`` are the values of the saved steps."""
+        """Check the metrics of a step without device transfers; ``saved`` are the metric's values at saved steps."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -193,10 +193,10 @@ class MetricWatch:
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
             self.ended = True
-        # An evaluation metric, such as val_loss, may be missing for a while, because loops evaluate rarely.
+        # An evaluation metric, such as val_loss, may be missing for many steps, because loops evaluate rarely.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
-            import difflib  # imported lazily: only for a warning
+            import difflib  # imported lazily because only the warning needs it
 
             near = difflib.get_close_matches(missing, names, n=1)
             about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
@@ -222,15 +222,15 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the name of a metric that is not a number (None if it is one), and its value or ``_ABSENT``."""
+    """Return the name of a metric, or None if it is a number, and its value, or ``_ABSENT`` if it is missing."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))
     except KeyError as error:
         name = str(error.args[0]) if error.args else name
-    except Exception:  # reported by the save that ranks this step
+    except Exception:  # raised again by the save that ranks this step
         return None, None
-    # Values on a device are not transferred.
+    # Check types and shapes only, to avoid transferring values from a device.
     texts = (str, bytes, bytearray, Mapping, list, tuple)
     is_none = (
         value is _ABSENT or value is None or isinstance(value, texts) or math.prod(getattr(value, "shape", ())) != 1

@@ -1,10 +1,10 @@
-"""The mirror of a run: a thread copies committed steps to a second directory, from which a new run can fetch them.
+"""Mirror a run: a thread copies committed steps to a second directory, from which a new run can fetch them.
 
-The mirror has the same layout and commit protocol as the run's directory, one writer, and its own retention rules; only
-process 0 copies. The thread copies the newest step that is due, and skips earlier ones if it falls behind; the run does
-not delete a step that is being copied. While the run saves to the same machine, the thread nearly stops (``Throttle``),
-except at the end of the run. It logs its errors, once for each kind, and retries after growing pauses. Training never
-waits for it, except for a limited time at the end of the run.
+The mirror has the same layout and commit protocol as the run's directory, a single writer, and its own retention rules.
+The thread runs on process 0. It copies the newest step that is due, and skips earlier steps if it falls behind; the
+run does not delete a step that is being copied. While the run saves to a local disk, the thread is throttled to a
+minimum, except at the end of the run. The thread logs each type of error once, and retries with exponential backoff.
+Training waits for the mirror only for a limited time at the end of the run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
 _FETCH = 86400.0  # timeout in seconds of the other processes while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
-_MARGIN = 1.2  # safety factor on the copy time that the measured rate predicts
+_LOOK = 0.2  # seconds between checks whether the copy can still finish in time
+_MARGIN = 1.2  # safety factor for the copy time predicted from the measured rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,12 @@ class MirrorStatus:
     """The state and current activity of a mirror.
 
     Attributes:
-        path: The mirror's location.
-        step: The newest whole step in the mirror, or None; also None until the mirror has first been reached.
+        path: The path or URL of the mirror.
+        step: The newest intact step in the mirror; None if there is none, or if the mirror has not been reached yet.
         copying: The step that is being copied, or None.
-        bytes_left: Bytes of the run's newest step that the mirror still lacks.
-        bytes_per_second: The rate of the last copy, measured outside of saves, or None before the first one.
-        error: Why the last attempt failed; None after a successful one.
+        bytes_left: The bytes of the run's newest step that the mirror still lacks.
+        bytes_per_second: The rate of the last copy, excluding the time during saves, or None before the first copy.
+        error: Why the last attempt failed, or None if it succeeded.
     """
 
     path: str
@@ -76,7 +76,7 @@ class MirrorStatus:
 
 
 class _Copying:
-    """A copy in progress: its throttle, its progress, and its rate while no save delays it."""
+    """The throttle, progress and rate of a copy. The rate excludes the time during which a save delays the copy."""
 
     def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
@@ -100,7 +100,7 @@ class _Copying:
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Raised to end an obsolete copy: the run ends, or its step was deleted, replaced or superseded by a newer one."""
+    """Raised to end a copy because the run ends, or because its step was deleted, replaced or superseded."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -135,16 +135,16 @@ class RunMirror(StepPlace):
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._changes = False  # whether this run writes to the mirror or is about to; if so, only its thread rereads it
-        self._looking = Lock(reentrant=True)  # prevents a stale listing by another thread from undoing a deletion
+        self._changes = False  # whether this run writes to the mirror, so that only the mirror's thread may reread it
+        self._looking = Lock(reentrant=True)  # prevents another thread's stale listing from undoing a deletion
         self._thread: Helper | None = None
         self.process = os.getpid()
-        self._ending = threading.Event()  # set once nothing more may be committed
+        self._ending = threading.Event()  # set when no more steps may be committed
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether a save to a local disk is in progress
         self._due = False
-        self._final = False  # whether the run is ending; its newest step is then copied even if not due
-        self._has_finished = False  # whether this run itself, not a takeover by another, ended the mirror
+        self._final = False  # whether the run is ending, so that its newest step is copied even if it is not due
+        self._has_finished = False  # whether this run ended the mirroring itself, without a takeover by another run
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # error types already logged
@@ -195,11 +195,11 @@ class RunMirror(StepPlace):
         return fetched
 
     def _copy_here(self, step: int, overwrite: bool) -> bool:
-        """Copy a step into the run's directory, which this run owns; return whether the directory has it now."""
+        """Copy a step into the directory, which this run must own; return whether the directory now has the step."""
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read before the step, whose tombstone remains until the mirror has deleted it
+            tombstones = run.tombstones  # read before the step, because the mirror deletes a step before its tombstone
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -211,8 +211,8 @@ class RunMirror(StepPlace):
             with copied_step(source, destination, record, overwrite=overwrite) as copied:
                 run.ownership.check()
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
-                    run.note_branches(NO_LOCAL_STEPS)  # local steps no longer count: the run continued elsewhere
-        except CheckpointExistsError as error:  # another program may have committed the step in the meantime
+                    run.note_branches(NO_LOCAL_STEPS)  # local steps are invalid because the run continued elsewhere
+        except CheckpointExistsError as error:  # another program may have committed the step during the copy
             run.reload()
             if step not in run:
                 _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
@@ -246,7 +246,7 @@ class RunMirror(StepPlace):
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-            # not on the copying thread: a listener there may be deleting, and would wait for its own thread
+            # A listener that deletes steps on the copying thread must not wait for its own thread.
             waits = point == "deleted" and is_primary and threading.current_thread() is not self._thread
             if waits:
                 self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
@@ -272,7 +272,7 @@ class RunMirror(StepPlace):
             far = self._look()
             if far.steps_and_damaged():
                 of = far.identity.directory
-                if of not in (None, self._run.location.url):  # if it differs, this run's directory may be a copy
+                if of not in (None, self._run.location.url):  # this directory may be a copy of the mirrored one
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
                 self._delete_covered(far)
@@ -300,13 +300,13 @@ class RunMirror(StepPlace):
             self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step, even if not due, if it takes less than ``timeout`` seconds (None: ``wait_secs``)."""
+        """Copy the newest step even if it is not due, within ``timeout`` seconds (None: ``wait_secs``); then stop."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # copy the records that the witness has added since
+        if self._ending.is_set() and self._has_finished:  # copy witness records that were added later
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
-        elif self._thread is None:  # no thread: the manager has only read
+        elif self._thread is None:  # the manager has only read
             self._end()
         elif not self._ending.is_set():
             deadline = time.monotonic() + limit
@@ -325,7 +325,7 @@ class RunMirror(StepPlace):
         return self._lacking() is None
 
     def _stop(self, timeout: float = 60.0) -> None:
-        """Stop the thread and wait for it; nothing is committed afterwards."""
+        """Stop the thread and wait for it; no steps are committed afterwards."""
         self._ending.set()
         self._changed()
         thread = self._thread
@@ -333,13 +333,13 @@ class RunMirror(StepPlace):
             thread.join(timeout)
 
     def _end(self) -> None:
-        self._stop(1.0)  # short timeout: the thread may be waiting for a reply from a store
+        self._stop(1.0)  # short timeout, because the thread may be waiting for a reply from a store
         _open.discard(self)
         if self._far is not None:
             self._far.ownership.release()
 
     def _warn_of_lacking(self) -> None:
-        """If the mirror lacks the newest step, warn and name the folder that has it."""
+        """Warn if the mirror lacks the newest step, and name the folder that contains it."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -357,7 +357,7 @@ class RunMirror(StepPlace):
 
     def _work(self) -> None:
         if sys.platform == "linux" and self.location.is_local:
-            # Only a local mirror lowers the priority: threads inherit it, and loads share TensorStore's threads.
+            # For remote mirrors, TensorStore's threads would inherit the low priority and slow down loads.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause: float | None = None  # retry pause after an error; new steps do not shorten it
@@ -368,7 +368,7 @@ class RunMirror(StepPlace):
             except _Obsolete:
                 self._due = True
                 continue
-            except Exception as error:  # no error here may stop training
+            except Exception as error:  # errors of the mirror must not stop training
                 if self._ending.is_set():
                     return
                 pause = min(_LONGEST_PAUSE, 2 * pause if pause else FIRST_PAUSE)
@@ -415,7 +415,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # first, because a deleted step may have been saved again and is copied next
+            self._delete_covered(far)  # first, because a deleted step may have been saved again and is then copied
             self._follow(far)
             if (record := self._next(far)) is None:
                 break
@@ -426,7 +426,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete from the mirror, latest first, the steps that the run deleted explicitly and has not saved again."""
+        """Delete from the mirror, last one first, the steps that the run explicitly deleted and has not saved again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -495,7 +495,7 @@ class RunMirror(StepPlace):
         far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
-        """Apply the current metrics and pins of the run's steps to their copies in the mirror."""
+        """Update the metrics and pins of the mirror's steps to match the run's directory."""
         here = {info.step: info for info in self._run.infos()}
         for info in far.infos():
             if info.step in here and info != here[info.step]:
@@ -505,13 +505,13 @@ class RunMirror(StepPlace):
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
 
     def _refresh(self, record: CheckpointRecord | None) -> None:
-        """Copy the witness records that were added to a step after it was copied."""
+        """Copy witness records that were added to a step after the step was copied."""
         if self._far is not None and record is not None and self._far.has_copy(record):
             step = _step_of(record)
             copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
     def _look(self) -> RunDirectory:
-        """Return the mirror's directory, reread unless this run writes to it."""
+        """Return the index of the mirror, rereading it unless this run writes to the mirror."""
         with self._looking:
             if self._far is None:
                 self._far = RunDirectory(self.location, self._options, self._clock, self._stop)
@@ -524,7 +524,7 @@ class RunMirror(StepPlace):
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:  # one of the two has no identity: compare a step that both have
+        else:  # one of the two has no run identity, so compare the steps that both have
             common = [step for step in far.steps() if step in self._run]
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -552,14 +552,14 @@ class RunMirror(StepPlace):
         return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
-        """Acquire ownership of the mirror; keep an interrupted copy of the newest step, so that it can be completed."""
+        """Acquire ownership of the mirror; keep an interrupted copy of the newest step so that it can be completed."""
         if not self._changes:
             with self._looking:
                 far = self._look()
                 self._check_same_run(far)
                 self._changes = True
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:  # outside the lock: this may take long, and other threads only read
+            try:  # without the lock, because this may take long and other threads only read
                 far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
             except BaseException:
                 self._changes = False
@@ -571,12 +571,12 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the step that the run saved last (later ones belong to another branch), or else its newest."""
+        """Return the record of the step saved last by this run, or else of the newest step in its directory."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
     def _lacking(self) -> CheckpointRecord | None:
-        """Return the run's newest step, or None if the mirror is known to have it."""
+        """Return the record of the run's newest step, or None if the mirror is known to have the step."""
         newest = self._newest()
         return None if newest is not None and self._far is not None and self._far.has_copy(newest) else newest
 
@@ -591,7 +591,7 @@ class RunMirror(StepPlace):
     # ---- errors
 
     def _warn(self, error: Exception, then: str) -> None:
-        """Log an error, each type only once until the mirror works again."""
+        """Log an error as a warning, but only once for each type until the mirror works again."""
         name, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
         if self._is_lost():
@@ -620,5 +620,5 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 def _warn_at_exit() -> None:
     """Warn about steps missing from mirrors whose managers were not closed."""
     for mirror in list(_open):
-        if mirror.process == os.getpid():  # a forked child does not own the mirror
+        if mirror.process == os.getpid():  # because a forked child does not own the mirror
             mirror._warn_of_lacking()

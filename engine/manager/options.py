@@ -1,8 +1,8 @@
-"""The options of checkpoint managers, declared in one place.
+"""Declarations of the options of checkpoint managers.
 
 :class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/``
-and the ``checkpoint:`` section of recipes. Signatures and docstrings of the public classes are written out, and tests
-compare them with the declarations. The ``metadata`` of a field holds its smallest and largest allowed value.
+and the ``checkpoint:`` section of recipes. The public classes spell out their signatures and docstrings, which tests
+compare with the declarations. The ``metadata`` of a field contains its smallest and largest allowed values.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def _location(url: Place, shown: str) -> Location:
 
 
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
-    """Return the metadata of an integer option: its smallest and largest allowed value."""
+    """Return the metadata of an integer option, with its smallest and largest allowed values."""
     return {"least": least, "greatest": greatest}
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Return the text of each option in a class docstring; empty under ``python -OO``."""
+    """Map options to their descriptions in a class docstring; return an empty dictionary under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
@@ -67,7 +67,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Fill in the options that a docstring lists without a text, from the docstring of ``source``."""
+    """Decorate a class to fill in missing option descriptions in its docstring from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)
@@ -92,14 +92,14 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
 
 def shown_call(taker: object, directory: object, options: Any) -> str:
-    """Return the call that creates a manager or callback: its directory, and the options that differ from defaults."""
+    """Return the call that creates a manager or callback, with its directory and its non-default options."""
     values = [(option.name, getattr(options, option.name), option.default) for option in fields(options)]
     given = [f"{name}={value!r}" for name, value, default in values if default is not MISSING and value != default]
     return f"{type(taker).__name__}({', '.join([repr(str(directory)), *given])})"
 
 
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown option, hinting at the equivalent of another library's name."""
+    """Raise UnknownArgumentError for an unknown option; suggest equivalents of other libraries' options."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
@@ -107,32 +107,32 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
 
 
 def explains_options(taker: F) -> F:
-    """Decorate a class or function so that its error about an unknown option suggests the equivalent."""
+    """Decorate a class or function to suggest equivalents in its errors about unknown options."""
     return explains_arguments(taker, refuse_options)
 
 
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """A second place for a run's checkpoints: steps are copied there in the background, and back at the start.
+    """A second location for a run's steps, which are copied there in the background and fetched back at the start.
 
-    Without an interval, every step is due; if copying is slower than saving, only the newest due step is copied.
-    Without an option that says what to keep, the run's retention rules apply.
+    Without an interval, every step is due. If copying is slower than saving, only the newest due step is copied.
+    Without options for what to keep, the run's retention rules apply.
 
     >>> Mirror("s3://bucket/run", save_interval_steps=1000, max_to_keep=2, max_bandwidth="50 MB/s").max_to_keep
     2
 
     Attributes:
-        url: The location of the mirror: a path or a URL.
-        save_interval_steps: Copy a step once it is past the next multiple of this after the last copy.
-        save_interval_secs: Copy a step that was saved at least this long after the last copied one: seconds, or
-            ``"15m"``, ``"1h"``.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if too few have its metric,
-            the newest of the others make up the number.
-        keep_latest: Also keep this many of the newest checkpoints, whether or not they are among the best.
+        url: The path or URL of the mirror.
+        save_interval_steps: Copy a step if it reaches or passes a multiple of this number after the last copied step.
+        save_interval_secs: Copy a step if it was saved at least this long after the last copied step: a number of
+            seconds, or text such as ``"15m"`` or ``"1h"``.
+        max_to_keep: Keep this many of the newest checkpoints, or with ``best_fn``, of the best checkpoints. If too few
+            have the metric, the newest of the others are kept as well.
+        keep_latest: Also keep this many of the newest checkpoints, even if they are not among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
         keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule.
-        max_bandwidth: The maximum copy rate: bytes per second, or text such as ``"50 MB/s"``.
+        max_bandwidth: The maximum copy rate in bytes per second, or text such as ``"50 MB/s"``.
         wait_secs: The maximum time to wait for the copy of the last step at the end of a run.
     """
 
@@ -161,22 +161,22 @@ class Mirror:
 class Local:
     """Saves every few steps to the memory or disk of each host, with copies on other hosts.
 
-    A run resumes from the newest step that is whole across the hosts, or from the newest one in its directory if that
-    is newer. After the loss of any one host (``copies=1``), nothing is read from the directory.
+    A run resumes from the newest step whose files are all available on the hosts, or from the newest step in its
+    directory if that is newer. With ``copies=1``, the files remain available after the loss of any one host.
 
     >>> Local("/dev/shm/holdfast", every=10).copies
     1
 
     Attributes:
-        url: A path on every host, such as ``/dev/shm/holdfast`` for its memory, or a folder on its disk. It holds
-            two steps, and a third while it is written; each takes the space of this host's share and of the shares
-            that it keeps copies of.
-        every: Save whenever the step passes a multiple of this.
+        url: A path on every host, such as ``/dev/shm/holdfast`` in memory, or a folder on disk. It needs space for two
+            steps, and for a third one while it is written. On each host, a step consists of the host's own files and
+            its copies of other hosts' files.
+        every: Save when the step reaches or passes a multiple of this number.
         copies: The number of other hosts that keep a copy of each host's files.
-        failure_domain: What this host fails together with, such as the name of its rack; copies go to hosts in other
+        failure_domain: The name of a group of hosts that may fail together, such as a rack. Copies are kept in other
             domains if possible. None treats each host as its own domain.
-        host: The identity of this host, to make processes with one hostname count as several hosts, such as in tests.
-        address: The address at which other hosts reach this one. None uses the address of the network interface
+        host: The identity of this host, which lets processes with the same hostname act as several hosts in tests.
+        address: The address at which other hosts reach this host. None uses the address of the network interface
             that leads to process 0.
     """
 
@@ -201,14 +201,14 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStatus:
-    """The state of a run's local saves, in the memory or on the disks of its hosts.
+    """The status of a run's host-local saves.
 
     Attributes:
-        path: The folder on this host.
-        step: The newest step that this run has saved there, or None.
+        path: The folder with local steps on this host.
+        step: The newest local step that this run has read or saved, or None.
         hosts: The number of hosts in the program.
         copies_on: The hosts that keep copies of this host's files.
-        error: Why the last local save failed; None after a successful one.
+        error: Why the last local save failed, or None if it succeeded.
     """
 
     path: str
@@ -222,9 +222,9 @@ class LocalStatus:
 class CheckpointOptions:
     """When to save and what to keep: the options shared by managers, callbacks and recipes.
 
-    The triggers add up: a step is saved when any of them asks for it. If none of ``save_interval_steps``,
-    ``save_interval_secs`` and ``save_on_best`` is given, ``DEFAULT_TRIGGER`` applies; giving one of them adds no other.
-    The retention rules add up, too: a step is kept when any of them wants it, and the newest is always kept.
+    A step is saved when any trigger is due. If none of ``save_interval_steps``, ``save_interval_secs`` and
+    ``save_on_best`` is given, ``DEFAULT_TRIGGER`` applies; otherwise, only the given triggers apply. A step is kept if
+    any retention rule keeps it, and the newest step is always kept.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]]
@@ -271,24 +271,24 @@ class CheckpointOptions:
 
     @property
     def ranking_mode(self) -> BestMode:
-        """Which value of the metric is best: ``best_mode``, or the largest if ``best_fn`` is a function."""
+        """Whether the largest or the smallest metric is best: ``best_mode``, or "max" if it is None."""
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        """Return the rules for options of a subclass, for :func:`retention_rules`."""
+        """Return additional retention rules for the options of a subclass."""
         return ()
 
     def _time_rule(self, secs: float) -> KeepPolicy:
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        """Return the program's custom policies for when to save and for what to keep."""
+        """Return the program's own policies for when to save and for what to keep."""
         return (), ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramPolicies(CheckpointOptions):
-    """Options that also take custom policies."""
+    """Options that also accept custom policies."""
 
     save: SavePolicy | Sequence[SavePolicy] | None = None
     keep: KeepPolicy | Sequence[KeepPolicy] | None = None
@@ -332,54 +332,55 @@ def listed_policies(policies: Any) -> tuple[Any, ...]:
 class CheckpointManagerOptions(ProgramPolicies):
     """When a manager saves and which checkpoints it keeps.
 
-    A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
-    If none of these is given, every step is saved. A checkpoint is kept when any rule wants it; the newest is
-    always kept.
+    A step is saved when any of ``save_interval_steps``, ``save_interval_secs`` and ``save_on_best`` requires it. If
+    none of these is given, every step is saved. A checkpoint is kept if any retention rule keeps it, and the newest
+    checkpoint is always kept.
 
     Attributes:
-        save_interval_steps: Save whenever the step passes a multiple of this.
-        save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-            ``"auto"``, or ``"auto 1m to 1h"`` with lower and upper bounds, learns from the run's events which
-            interval loses the least time.
-        save_on_best: Save when the metric is better than at every earlier checkpoint; requires ``best_fn``.
-        best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
+        save_interval_steps: Save when the step reaches or passes a multiple of this number.
+        save_interval_secs: Save when this much time has elapsed since the last save: a number of seconds, or text such
+            as ``"15m"`` or ``"1h"``. ``"auto"``, or ``"auto 1m to 1h"`` with lower and upper bounds, learns from the
+            run's events which interval loses the least training time.
+        save_on_best: Save when the metric is better than in every earlier checkpoint; requires ``best_fn``.
+        best_fn: The metric that ranks checkpoints, as a name or as a function of the metrics.
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; required
-            if ``best_fn`` is a name. None means the largest for a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if too few have its metric,
-            the newest of the others make up the number. None keeps all.
-        keep_latest: Also keep this many of the newest checkpoints, whether or not they are among the best.
+            if ``best_fn`` is a name. If it is a function, None means the largest value.
+        max_to_keep: Keep this many of the newest checkpoints, or with ``best_fn``, of the best checkpoints. If too few
+            have the metric, the newest of the others are kept as well. None keeps all checkpoints.
+        keep_latest: Also keep this many of the newest checkpoints, even if they are not among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
-        keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
-            keeps; about one an hour for ``"1h"``.
+        keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule;
+            ``"1h"`` keeps about one checkpoint per hour.
         keep_steps: Keep the checkpoints of these steps.
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with its own interval and limits:
-            steps are copied there in the background, and a run resumes from the newest step of both places.
-        local: A ``Local``: saves every few steps to the memory or disk of each host, with copies on other
-            hosts. A run resumes from these steps if they are newer than those in the directory.
-        reuse_unchanged: Do not rewrite unchanged arrays: a step shares their data files, by hard links, with the
-            step before the last one; S3 and Google copy the files. Every step stays whole and can be copied or
-            deleted.
+        mirror: A second location to which steps are copied in the background, such as ``s3://bucket/run``, or a
+            ``Mirror`` with its own interval and limits. A run resumes from the newest step in either location.
+        local: A ``Local``, which saves every few steps to the memory or disk of each host, with copies on other
+            hosts. A run resumes from a local step if it is newer than the steps in the directory.
+        reuse_unchanged: Reuse the data files of unchanged arrays from the step before the last one instead of writing
+            them again, by hard links, or by copies within S3 or Google Cloud Storage. Each step remains complete, and
+            can be copied or deleted independently.
         step_name_width: The minimum number of digits in step names in a new directory, such as 8 for
             ``00001200``; earlier versions refuse such a directory. An existing directory keeps its names.
-        save: When to save, as policies that add up: ``hf.Every(steps=100)``, a ``hf.SavePolicy`` of your own, or a list
-            of them, instead of ``save_interval_steps`` and ``save_interval_secs``.
-        keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
-            or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. By default, the ``hf.Every``
-            in ``save`` determine this if any of them has ``keep``; otherwise, all is kept that no other option limits.
+        save: One or more policies for when to save, such as ``hf.Every(steps=100)`` or a custom ``hf.SavePolicy``,
+            instead of ``save_interval_steps`` and ``save_interval_secs``. A step is saved when any policy is due.
+        keep: One or more policies for what to keep, such as ``hf.Every(steps=100, keep=5)`` or a custom
+            ``hf.KeepPolicy``, instead of ``max_to_keep``, ``keep_latest``, ``keep_period`` and ``keep_time_interval``.
+            By default, the ``hf.Every`` policies of ``save`` apply if any of them has ``keep``; otherwise, everything
+            is kept unless other options limit it.
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default, the other rules apply to
             them as well.
-        item_intervals: For a manager with several items, those that only some checkpoints have, such as a replay
-            buffer, each with a number of steps: a save at or past a multiple of it has the item, and so has the first
-            save, and one with ``force=True``. The newest checkpoint that has the item is kept.
-        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
-            in ``-`` needs no underscore.
-        read_only: Read only: nothing is saved, deleted or swept, and the directory may belong to another run.
-        save_timeout_secs: The timeout for waiting for a save: seconds, or ``"10m"``.
-        barrier_timeout_secs: The timeout for waiting for the program's other processes, after which an error names
-            those that are missing: seconds, or ``"10m"``.
-        load_and_broadcast: Whether data that several processes of a program restore is read once and distributed
-            with the collective operations of JAX or torch. None does so for programs on several machines, and for
-            checkpoints in an object store, if it saves at least 64 MiB. False never does. True always does, also at
+        item_intervals: For a manager with several items, a dictionary that maps items that only some checkpoints need,
+            such as a replay buffer, to intervals in steps. The item is saved by the first save, by saves at or past a
+            multiple of its interval, and with ``force=True``. The newest checkpoint with the item is kept.
+        step_prefix: Name step directories ``<step_prefix>_<step>`` instead of ``<step>``. The underscore is omitted
+            after a prefix that ends in ``-``.
+        read_only: Never save, delete or sweep steps, so that the directory may belong to another run.
+        save_timeout_secs: The maximum time to wait for a save: a number of seconds, or text such as ``"10m"``.
+        barrier_timeout_secs: The maximum time to wait for the program's other processes before an error names the
+            missing ones: a number of seconds, or text such as ``"10m"``.
+        load_and_broadcast: Whether data that several processes restore is read only once, and distributed by
+            collective operations of JAX or torch. None does this for programs on several machines and for checkpoints
+            in an object store if it avoids reading at least 64 MiB. False never does this. True always does, even for
             ``restore(step)``.
     """
 
@@ -416,7 +417,7 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 
 def has_triggers(options: CheckpointOptions) -> bool:
-    """Return whether any option says when to save; if none does, the default trigger applies."""
+    """Return whether any option determines when to save; if none does, the default trigger applies."""
     has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
     return has_period or options.save_on_best or bool(options.policies()[0])
 
@@ -436,7 +437,7 @@ def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
-    """Return the retention rules; without ``max_to_keep``, ``keep_latest`` and policies, everything is kept."""
+    """Return the retention rules, which keep all steps unless ``max_to_keep``, ``keep_latest`` or a policy is given."""
     rules: list[KeepPolicy] = [*options.policies()[1]]
     is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
@@ -458,7 +459,7 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
-    """Convert the retention rules to JSON, for readers of the directory."""
+    """Convert the retention options to a JSON document for readers of the directory."""
     function, policies = options.best_fn, options.policies()[1]
     custom = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
     interval = options.keep_time_interval
@@ -480,7 +481,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 
 def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
-    """Parse the result of :func:`options_document`; ignore unknown names, raise OptionError for invalid values."""
+    """Parse the result of :func:`options_document`, ignoring unknown names; raise OptionError for invalid values."""
     names = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
         values = {name: value for name, value in document.items() if name in names}
@@ -491,12 +492,12 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
 
 
 def as_int(value: object) -> object:
-    """Convert an integer of any library to int; return anything else, including True, unchanged."""
+    """Convert an integer of any library to int; return all other values, including booleans, unchanged."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_limits(options: Any) -> None:
-    """Raise OptionError for a number that is not an integer or out of range; convert each to int."""
+    """Convert integer options to int; raise OptionError if one of them is not an integer or is out of range."""
     for option in fields(options):
         value = as_int(getattr(options, option.name))
         if value is None or "least" not in option.metadata:

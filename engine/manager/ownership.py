@@ -1,11 +1,11 @@
-"""Which run may write to a directory, and which run the directory belongs to.
+"""The ownership of a directory, which allows a run to write to it, and the identity of the run.
 
-A second run is refused; within one process, the newer manager takes over. On a file system, the owner holds a
-:class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), the newest owner
-writes its token, and an older owner notices this before it commits.
+A second run is refused, but within one process, a newer manager takes over from an older one. On a file system, the
+owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), a
+new owner writes its token, and the previous owner detects this before it commits.
 
 A run's directory and its mirror share the run's identity, which ``options.json`` stores with the retention rules.
-A run assigns an identity to a directory without one when it acquires it.
+When a run acquires a directory without an identity, it assigns one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .options import CheckpointManagerOptions, options_document, options_from_do
 _logger = logging.getLogger("holdfast")
 
 _LIMIT = 16 << 20  # size limit in bytes for files read by this module
-_LOOKS = 5  # maximum reads of a file that another manager seems to own
+_LOOKS = 5  # maximum number of reads of an owner file that seems to belong to another manager
 _PAUSE = 0.1  # seconds between these reads
 
 
@@ -49,14 +49,14 @@ class Ownership:
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
         self._clock = clock
-        # Called before a newer owner in this process takes over; waits until this owner has stopped writing.
+        # Called before a newer owner in this process takes over, to wait until this owner has stopped writing.
         self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = os.urandom(16).hex()
         self._lock = FileLock(directory / OWNER)
-        self._process: int | None = None  # PID of the owner; a forked child does not own the directory
+        self._process: int | None = None  # PID of the owner, because a forked child does not own the directory
         self._lost = False
-        self._size: int | None = None  # size of the owner file in bytes, once it has been written
-        # Several URLs can name the same place in an object store; their locations are equal.
+        self._size: int | None = None  # size in bytes of the owner file that this object has written
+        # Different URLs of the same folder in an object store have equal locations.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
     @property
@@ -64,7 +64,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
-        """Raise OwnershipError if something else blocks the path of a run's file, so that no save can succeed."""
+        """Raise OwnershipError if no save can succeed because the path of one of the run's files is blocked."""
         if not self._directory.is_local:
             return
         owner, options = self._directory / OWNER, self._directory / OPTIONS
@@ -80,13 +80,13 @@ class Ownership:
         self.check_not_lost()
         while True:
             with FileLock.handover:
-                if self._process is not None:  # another thread may have taken ownership meanwhile
+                if self._process is not None:  # another thread may have taken ownership first
                     return
                 earlier = _owners.get(self._key)
                 if earlier is None or not earlier.held:
                     self._take()
                     return
-            earlier._give_up()  # without holding the lock: a listener may close that manager, which needs it
+            earlier._give_up()  # without the lock, because a listener may close that manager, which requires the lock
 
     def _take(self) -> None:
         self._directory.make_directory()
@@ -97,11 +97,11 @@ class Ownership:
             _owners[self._key] = self
             self._process = os.getpid()
         except BaseException:
-            self._release()  # otherwise the next attempt would find this lock
+            self._release()  # otherwise, this lock would block the next attempt
             raise
 
     def check(self, *, at_once: bool = False) -> None:
-        """Raise OwnershipError unless this run still owns the directory; ``at_once`` sends no request to a store."""
+        """Raise OwnershipError unless this run still owns the directory; ``at_once`` avoids requests to a store."""
         self.check_not_lost()
         asks_nothing = at_once and (self._process is None or not self._directory.is_local)
         if asks_nothing or self._lock.is_own(self._token, self._size):
@@ -119,7 +119,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """Return whether two reads agree that another manager owns the file; a network may garble a single read."""
+        """Return whether another manager owns the file. Two reads must agree, because a network may garble a read."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)
@@ -192,7 +192,7 @@ class Ownership:
         if self._lock.descriptor is None:
             (self._directory / OWNER).write_bytes(content)
             return
-        # Write in place: replacing the file would leave the lock on an unlinked file.
+        # Write in place, because replacing the file would leave the lock on an unlinked file.
         with os_errors((self._directory / OWNER).url, "write"):
             os.ftruncate(self._lock.descriptor, 0)
             os.pwrite(self._lock.descriptor, content, 0)
@@ -209,15 +209,15 @@ _owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakVa
 
 # ---- the identity of a run
 
-OPTIONS = "options.json"  # file with the last run's retention options, and its identity
+OPTIONS = "options.json"  # file with the retention options and the identity of the last run
 
 
 class Tombstone(NamedTuple):
-    """Marks a step, or all later ones, as deleted for places that may still have it; ignores a step saved again."""
+    """Marks a step, or all later steps, as deleted for other storage tiers, until the step is saved again."""
 
     step: int
-    later: bool = False  # whether it covers all steps after this one
-    time: float | None = None  # covers records saved until then, in seconds since the epoch; None covers any record
+    later: bool = False  # whether the tombstone covers the steps after ``step`` instead
+    time: float | None = None  # only covers records saved until this time (seconds since the epoch); None covers all
     fingerprint: str | None = None  # fingerprint of the step's record at that time
 
     def covers(self, step: int, record: CheckpointRecord | None) -> bool:
@@ -230,7 +230,7 @@ class Tombstone(NamedTuple):
 
 class Tombstones(frozenset[Tombstone]):
     def cover(self, step: int, record: CheckpointRecord | None) -> bool:
-        """Return whether a step was deleted, given the mirror's record of it, or None if the record is damaged."""
+        """Return whether a step was deleted; ``record`` is the mirror's record of the step, or None if damaged."""
         return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
@@ -239,33 +239,33 @@ class Tombstones(frozenset[Tombstone]):
         return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
     def numbers(self) -> tuple[list[int], int | None]:
-        """Return the individually deleted steps, and the step after which all steps were deleted."""
+        """Return the individually deleted steps, and the step after which all steps were deleted, if any."""
         steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
         return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
 
 class LocalBranch(NamedTuple):
-    """A part of a run's history: the local saves that one attempt of the program makes after a step."""
+    """A branch of a run's history, which contains the local saves of one attempt of the program after a step."""
 
-    attempt: str  # random text, unique to the attempt
-    sequence: int  # the sequence number of the last local save before it
-    after: int  # the step after which the program continues; -1 without one
+    attempt: str  # random text that identifies the attempt
+    sequence: int  # the sequence number of the last local save before the branch
+    after: int  # the step from which the program continues; -1 if there is none
 
 
 _NAMES = ("run", "directory", "mirror", "local")  # the text fields of an identity
-NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # history in which no local steps count
+NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # history that contains no local steps
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Identifies the run that a directory or a mirror belongs to."""
+    """Identifies the run to which a directory or a mirror belongs."""
 
     run: str | None = None  # random token; None if the directory is new, or was written by holdfast 0.1
     directory: str | None = None  # in a mirror: the URL of the run's directory
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by step series
-    local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # The recent branches of the history that leads to the newest step, by series; other local steps do not count.
+    local: str | None = None  # in the run's directory: the path of the local steps on its hosts
+    # By series, the recent branches of the history that leads to the newest step; other local steps are invalid.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:
@@ -285,7 +285,7 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return these options, and the name of the program's own function or policy, if one ranks or keeps steps."""
+    """Return the last run's retention options, and the name of the custom function or policy that they use, if any."""
     try:
         document = _read(location)["options"]
         options = options_from_document(document)
@@ -296,7 +296,7 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
 
 
 def stored_identity(location: Location) -> RunIdentity:
-    """Return the identity stored in a directory, or an empty one."""
+    """Return the identity stored in a directory, or an empty identity."""
     try:
         run = _mapping(_read(location).get("run"))
     except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError):
@@ -327,7 +327,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
 
 
 def copy_options(source: Location, destination: Location) -> None:
-    """Copy a run's retention options; the copy keeps its own identity and mirror."""
+    """Copy a run's retention options to a directory that keeps its own identity and mirror."""
     options = stored_options(source)
     if options is not None:
         store_identity(destination, options_document(options), stored_identity(destination))
@@ -346,7 +346,7 @@ def _branch(value: Any) -> LocalBranch:
 
 
 def _encoded(tombstones: Tombstones) -> dict[str, Any]:
-    steps, after = tombstones.numbers()  # earlier versions read only these two
+    steps, after = tombstones.numbers()  # earlier versions read only these two fields
     return {"steps": steps, "after": after, "records": [list(tombstone) for tombstone in sorted(tombstones, key=repr)]}
 
 

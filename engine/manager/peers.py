@@ -1,8 +1,8 @@
-"""Transfers between the hosts of a program: each host serves the files below a folder and stores files sent by others.
+"""Transfer files between the hosts of a program, each of which serves a folder and stores files sent by other hosts.
 
-A server listens on its host's address. Every message is a frame: the lengths of its head (JSON) and its body, the
-crc32c of both, then the head and the body. Lengths are checked before memory is allocated, a connection begins with
-the program's token, paths stay below the folder, and nothing waits longer than a deadline.
+A server listens on its host's address. Every message is a frame, which consists of the lengths of its JSON head and
+its body, the crc32c of both, the head and the body. The server checks lengths before it allocates memory, requires the
+program's token at the start of a connection, rejects paths outside the folder, and limits all waiting times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PIECE = 1 << 20  # maximum bytes in the body of a frame
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
 _HEAD = 64 << 10  # maximum bytes in the head of a frame
 PATIENCE = 30.0  # timeout in seconds for a peer to send or accept the next bytes
-_STRANGERS = 64  # maximum number of unauthenticated connections; more have to wait
+_STRANGERS = 64  # maximum number of unauthenticated connections; further ones have to wait
 _HELLO = 1 << 10  # maximum bytes in the head of the frame with the token
 _IDLE = 300.0  # seconds after which an idle connection is closed
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -75,7 +75,7 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._strangers.release()  # wakes the accept thread if it waits for this; it then finds the listener closed
+        self._strangers.release()  # wakes the accept thread, which then finds that the listener is closed
 
     def _accept(self) -> None:
         while True:
@@ -102,7 +102,7 @@ class PeerServer:
                     asked, _ = _receive(connection)
                     connection.settimeout(self._timeout)
                     self._answer(connection, asked)
-        except Exception as error:  # the peer has gone, or is not authorized
+        except Exception as error:  # the peer has disconnected or is not authorized
             _logger.debug("a connection between hosts has ended: %s", error or type(error).__name__)
         finally:
             with self._lock:
@@ -129,12 +129,12 @@ class PeerServer:
                 for part in _read(descriptor, int(asked["offset"]), int(asked["length"])):
                     _send(connection, {}, part)
         except (OSError, ValueError) as error:
-            for _ in pieces:  # drain: the peer reads the reply only after it has sent everything
+            for _ in pieces:  # drain the input, because the peer reads the reply only after sending all pieces
                 pass
             _send(connection, {"error": str(error)[:4000] or type(error).__name__})
 
     def _place(self, asked: Mapping[str, Any]) -> str:
-        """Return the path of a requested file; raise ValueError unless it lies below the root."""
+        """Return the path of a requested file; raise ValueError if it is not below the root."""
         names = str(asked.get("path")).split("/")
         path = os.path.join(self._root, *names)
         if not {"", ".", ".."}.isdisjoint(names) or any("\0" in name for name in names):
@@ -155,7 +155,7 @@ class PeerServer:
 
 
 class Peer:
-    """Another host that serves files; thread-safe, with a separate connection for each thread."""
+    """A thread-safe client of another host's server, with a separate connection for each concurrent request."""
 
     def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
@@ -167,7 +167,7 @@ class Peer:
         self.bytes_read = 0
 
     def read(self, path: str, offset: int, memory: memoryview) -> None:
-        """Fill memory with a range of a file; raise StorageError if the host cannot provide it."""
+        """Fill ``memory`` with a range of a file; raise StorageError if the host cannot provide it."""
         asked = {"do": "read", "path": path, "offset": offset, "length": len(memory)}
 
         def work(connection: socket.socket) -> None:
@@ -184,7 +184,7 @@ class Peer:
             self.bytes_read += len(memory)
 
     def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file of ``size`` bytes for the host to store; raise StorageError if it cannot."""
+        """Send a file of ``size`` bytes to the host; raise StorageError if the host cannot store it."""
 
         def work(connection: socket.socket) -> None:
             _send(connection, {"do": "write", "path": path, "size": size})
@@ -196,7 +196,7 @@ class Peer:
         self._do(work)
 
     def _reply(self, connection: socket.socket, memory: memoryview | None = None) -> memoryview:
-        """Return the body of the next frame; raise an error that the peer reported."""
+        """Return the body of the next frame; raise StorageError if the peer reports an error."""
         head, body = _receive(connection, memory)
         if "error" in head:
             raise StorageError(f"{self._name}: {head['error']}")
@@ -209,7 +209,7 @@ class Peer:
             connection.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a pooled or new connection; retry on a new one if the pooled connection has been closed."""
+        """Call ``work`` with a pooled or new connection; retry with a new one if the pooled one has been closed."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:
@@ -241,7 +241,7 @@ class Peer:
 
 
 class RemoteReader(DataReader):
-    """Reads ranges of a file from the first host that answers."""
+    """Reads ranges of a file from the first host that can provide them."""
 
     def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]]) -> None:
         self._path = path
@@ -269,13 +269,13 @@ class RemoteReader(DataReader):
 
 
 def check_private(path: str, *, shared: bool) -> None:
-    """Raise StoragePermissionError if the folder exists and another user of the host can put files into it."""
-    # A shared folder may belong to root, and be like /dev/shm, where users cannot replace the files of others.
+    """Raise StoragePermissionError if the folder exists and another user of the host can add or replace files in it."""
+    # A shared folder may belong to root and be sticky, like /dev/shm, where users cannot replace other users' files.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         status = os.lstat(path)
         is_link = stat.S_ISLNK(status.st_mode)
-        if is_link and shared and status.st_uid in owners:  # such as a link to a disk mounted elsewhere
+        if is_link and shared and status.st_uid in owners:  # for example, a link to a disk mounted elsewhere
             status, is_link = os.stat(path), False
     except FileNotFoundError:
         return
@@ -289,14 +289,14 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address from which this host reaches another, or the internet if None; sends nothing."""
+    """Return this host's address on the route to another host, or if None, to the internet; send no packets."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if target is not None:
                 probe.connect((target, 9))
                 address = str(probe.getsockname()[0])
-        # On process 0's host, its name often resolves to the loopback interface, which other hosts cannot reach.
+        # On process 0's host, its own name often resolves to a loopback address, which other hosts cannot reach.
         if not address.startswith("127.") or towards in _LOOPBACK:
             break
     return address
@@ -313,7 +313,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
+    """Return the head and body of the next frame, using ``memory`` for the body if given."""
     head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size)), deadline))
     limit = PIECE if memory is None else min(PIECE, len(memory))
     if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:

@@ -1,4 +1,4 @@
-"""The step that a run resumes from: the newest step that is whole for all processes, in any of its places."""
+"""Restore the step from which a run resumes: the newest step in any storage tier that is intact on all processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Restored:
     """A restored checkpoint.
 
     Attributes:
-        step: Its step.
+        step: The step of the checkpoint.
         items: The restored item, or a dictionary of items if the manager has several.
-        skipped: Newer steps that are damaged or unused, including local ones on the hosts, each with the reason.
+        skipped: The newer steps, including host-local steps, that are damaged or unused, each with the reason.
     """
 
     step: int
@@ -45,15 +45,15 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peek:
-    """A preview of what a restore would load, without the state.
+    """A preview of the checkpoint that a restore would load, without its state.
 
     Attributes:
-        step: The step; None for a checkpoint without a number.
-        extras: The values saved along with the state, by name, as loaded without a template; for a checkpoint of
-            ``holdfast.graph``, its numbers and texts by their paths.
-        metrics: The metrics stored with it, or None.
-        metadata: The facts about the run stored with the checkpoints, or None.
-        custom_metadata: The ``custom_metadata`` it was saved with, or None.
+        step: The step; None for a checkpoint without a step number.
+        extras: The values saved along with the state, by name, loaded without a template. For a checkpoint of
+            ``holdfast.graph``, the numbers and strings by path.
+        metrics: The metrics stored with the checkpoint, or None.
+        metadata: The metadata of the run that is stored with its checkpoints, or None.
+        custom_metadata: The ``custom_metadata`` with which the step was saved, or None.
     """
 
     step: int | None
@@ -77,7 +77,7 @@ ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items,
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Restores steps, and informs the parts of a manager about the step that the run resumes from."""
+    """Restores steps, and informs the other components of a manager from which step the run resumes."""
 
     run: Run
     items: ItemSet
@@ -87,7 +87,7 @@ class StepRestorer:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         began = time.perf_counter()
         self._fetch_missing(step)
-        # Reads are shared only if the options ask for it, because a program may restore a step on a single process.
+        # Share reads only if the options require it, because a program may restore a step on a single process.
         with self._shared_reads(together=False) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
@@ -104,7 +104,7 @@ class StepRestorer:
         return values
 
     def resume(self, whole: ReadStep, began: float) -> Restored:
-        """Resume from the step that :meth:`newest_whole` returned; warn about the damaged ones."""
+        """Resume from the step that :meth:`newest_whole` returned; warn about newer, damaged steps."""
         step, values, damaged = whole
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
@@ -117,7 +117,7 @@ class StepRestorer:
         return Restored(step, values, tuple(skipped.items()))
 
     def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
-        """Return the step that a restore would load, with the named items."""
+        """Return the step that a restore would load, and the requested items."""
         if step is not None:
             self._fetch_missing(step)
         whole = self.newest_whole(dict.fromkeys(items), {}, step, peeks=True)
@@ -126,7 +126,7 @@ class StepRestorer:
     def newest_whole(
         self, items: Any, kwargs: Mapping[str, Any], named: int | None = None, *, peeks: bool = False
     ) -> ReadStep | None:
-        """Read the newest step that is whole for all processes, or the given one; warn about and skip damaged ones."""
+        """Read the newest step that is intact on all processes, or the given one; skip damaged steps with a warning."""
         read = partial(self._read_everywhere, items=items, kwargs=kwargs)
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
@@ -152,7 +152,7 @@ class StepRestorer:
                 if damage is None:
                     return step, values, damaged
                 self._drop(step, damage)
-            if damage.deleted:  # the run that writes here has deleted it, and has newer steps
+            if damage.deleted:  # by the run that writes to this directory, which has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps
@@ -166,7 +166,7 @@ class StepRestorer:
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
-            if not peeks:  # logged at once, because the next step may raise an error
+            if not peeks:  # logged immediately, because the next step may raise an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
             damaged.append((step, damage))
         if damaged:
@@ -204,7 +204,7 @@ class StepRestorer:
             place.drop(step, damage.reason)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
-        """Return whether the hosts' copy replaces a damaged step; with several processes, not all may be restoring."""
+        """Replace a damaged step with a host-local one if this is the only process; return whether this succeeded."""
         places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
         if not places:
             return False
@@ -222,20 +222,20 @@ class StepRestorer:
         return False
 
     def _stands_in(self, place: StepPlace, step: int, damage: _Damage) -> None:
-        """Warn that another place supplies a damaged step of the directory."""
+        """Warn that another storage tier replaces a damaged step of the directory."""
         text = "%s: step %d was damaged, and is that of %s now: %s"
         _logger.warning(text, self.run.steps.location, step, place.shown, damage.reason)
         if not place.writes_directory:
             self.run.steps.mark_damaged(step, damage.reason, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
-        """Fetch a step that only another place may have; if so, all processes make this call."""
+        """Fetch a step if only another storage tier may have it; all processes must then call this."""
         if any(place.may_have(step) for place in self.run.places):
             self.run.fetch_missing(step)
 
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes share if they restore ``together`` or the option is set; else yield None."""
+        """Yield reads that all processes share if they restore ``together`` or an option requires it, or else None."""
         option, processes = self.run.options.load_and_broadcast, self.run.processes
         transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
@@ -246,7 +246,7 @@ class StepRestorer:
             yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
-        """Return the steps, newest first, and whether each is readable without a fetch; or only the given one."""
+        """Return all steps, newest first, or only the given step, and whether each is readable without a fetch."""
         if named is not None:
             return [(named, True)]
         steps: list[tuple[int, bool]] = self.run.processes.decide("steps", self.run.steps_everywhere)
@@ -270,7 +270,7 @@ class StepRestorer:
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            if shared is not None:  # the other processes may not be reading it again
+            if shared is not None:  # other processes may not reread the step
                 shared.leave()
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
@@ -278,12 +278,12 @@ class StepRestorer:
         return values
 
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
-        """Read a step on all processes; return it, and the damage found by any of them."""
+        """Read a step on all processes; return its items and the first damage found on any process."""
         values = damage = broken = None
         with self._shared_reads(together=True) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
-            except PeerFailedError as error:  # the actual cause follows: damage, or a fatal error
+            except PeerFailedError as error:  # the actual cause, damage or a fatal error, is determined below
                 broken = error
             except BaseException as error:
                 if shared is not None:

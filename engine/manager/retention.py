@@ -1,7 +1,7 @@
-"""Retention: a union of pure rules, each of which returns the steps that it keeps, with reasons.
+"""Retention rules, which are pure functions that return the steps to keep, with reasons.
 
-Rules depend only on the list of steps, so that a restart changes nothing and rules keep what they kept before. "Newest"
-always means the highest step, never the latest time, because clocks differ and jump.
+A step is kept if any rule keeps it. Rules depend only on the list of steps, so they keep the same steps after a
+restart. "Newest" always means the highest step rather than the latest time, because clocks differ and may jump.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NEWEST = "newest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """A committed checkpoint, as seen by a :class:`KeepPolicy`.
+    """A committed checkpoint, as passed to a :class:`KeepPolicy`.
 
     Attributes:
-        step: The number of optimizer updates in it.
-        time: When it was committed, in seconds since 1970-01-01 UTC, by the clock of the machine that wrote it.
-        metrics: The metrics stored with it, or None.
-        pinned: Whether it is kept even if no policy wants it.
-        items: The names of its items.
+        step: The number of optimizer updates in the checkpoint.
+        time: The time of the commit in seconds since 1970-01-01 UTC, by the clock of the machine that saved it.
+        metrics: The metrics stored with the checkpoint, or None.
+        pinned: Whether the checkpoint is kept even if no policy keeps it.
+        items: The names of the items in the checkpoint.
     """
 
     step: int
@@ -41,11 +41,11 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None
     pinned: bool = False
     items: Collection[str] = ()
-    # Caches the last requested metric: although each save ranks all steps, a function is called only once for each.
+    # Caches the last requested metric, so that ranking all steps at each save calls a function only once per step.
     _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
-        """Return one metric as a number, or None.
+        """Return one metric as a number, or None if it is missing or not a number.
 
         Args:
             metric: The name of the metric, or a function of the metrics.
@@ -64,7 +64,7 @@ def info_of(step: int, record: CheckpointRecord) -> StepInfo:
 
 
 def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
-    """Return the steps of a directory as retention rules see them, without damaged ones."""
+    """Convert the intact steps of a directory to the input of retention rules."""
     return [info_of(entry.step, entry.record) for entry in entries if entry.record is not None]
 
 
@@ -73,10 +73,10 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """Selects steps to keep, for ``keep=``; the other policies decide about the rest, and the newest is always kept.
+    """A policy for ``keep=`` that selects steps to keep. Other policies may keep more, and the newest is always kept.
 
-    A step that is not kept is deleted for good. A policy should therefore select the same steps again after the
-    others are gone.
+    Steps that no policy keeps are permanently deleted, so a policy should still select the same steps after the
+    others have been deleted.
 
     >>> class KeepEven(KeepPolicy):
     ...     def kept(self, steps):
@@ -85,7 +85,7 @@ class KeepPolicy(Protocol):
 
     @abc.abstractmethod
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the steps that this policy keeps, each with a reason to show to users.
+        """Return the steps that this policy keeps, each mapped to a reason that is shown to users.
 
         Args:
             steps: All committed steps, in any order.
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, newer first among equals; fills up with the newest steps without it."""
+    """Keeps the ``n`` best steps by a metric, preferring newer ones; if too few have the metric, also newest others."""
 
     n: int
     metric: Metric
@@ -130,7 +130,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepItem:
-    """Keeps the newest step that contains a given item, because not every step has it."""
+    """Keeps the newest step with a given item, which other steps may lack."""
 
     item: str
 
@@ -163,12 +163,12 @@ class KeepSteps:
 
 
 def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps that any rule keeps, and always the newest."""
+    """Return the steps that any rule keeps, and the newest step."""
     return set().union(*_verdicts(steps, rules))
 
 
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
-    """Return the steps from :func:`kept_steps` in ascending order, each with all its reasons."""
+    """Return the steps to keep in ascending order, each with all the reasons to keep it."""
     by_step: dict[int, list[str]] = {}
     for verdict in _verdicts(steps, rules):
         for step, reason in verdict.items():
@@ -183,19 +183,19 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step with an item, before a given step, or None. ``steps`` are in ascending order."""
+    """Return the newest step before a given step that has an item, or None. ``steps`` must be in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
 def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
-    """Return the step with the best value of a metric; the newest among equals."""
+    """Return the step with the best value of a metric, or the newest of several equally good steps."""
     ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    # Newest first, because the best steps are usually among them, and nlargest is fast if it sees these first.
+    # Newest first, because newer steps are usually better, and nlargest is faster if the best values come first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 

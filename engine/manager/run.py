@@ -1,4 +1,4 @@
-"""A run: its steps and events, the right to change them, and the actions that all its processes take together."""
+"""The steps and events of a run, the ownership of its directory, and the collective actions of its processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """If the block fails, report this to the others at once, because this process takes no part in the save."""
+    """If the block fails, immediately report to the other processes that this one takes no part in the save."""
     try:
         yield
     except BaseException as error:
@@ -36,7 +36,7 @@ def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
 
 
 class Run:
-    """The steps of a run, in its directory and in other places; its events; and the right to change them."""
+    """The steps of a run in its directory and other storage tiers, its events, and the ownership of its directory."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class Run:
         self.observer = observer
         self.background = BackgroundSave(seconds(options.save_timeout_secs))
         self.events = RunEvents(directory, clock, processes.index, observer)
-        self.places: list[StepPlace] = []  # the places besides the directory, nearest first
+        self.places: list[StepPlace] = []  # the other storage tiers, nearest first
         self.steps = RunDirectory(
             directory, options, clock, self._drain, writes=processes.is_primary, places=self.places
         )
         if not options.read_only:
             self.steps.ownership.check_usable()
-        self.changing = Lock(reentrant=True)  # held by the thread that begins a save or takes ownership
-        self.learned: LearnedInterval | None = None  # on process 0: the trigger that learns the save interval
-        # Called with the folder and record of each committed step, including local ones, on the saving thread.
+        self.changing = Lock(reentrant=True)  # held by a thread that starts a save or acquires the directory
+        self.learned: LearnedInterval | None = None  # the trigger that learns the save interval, on process 0 only
+        # Called on the saving thread with the folder and record of each committed step, including local steps.
         self.committed: Callable[[Location, CheckpointRecord], object] | None = None
         self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
@@ -74,14 +74,14 @@ class Run:
     # ---- the right to change the run
 
     def check_writable(self) -> None:
-        """Raise StateError if writing is not allowed: the manager is closed or read-only."""
+        """Raise StateError if the manager is closed or read-only."""
         if self._closed:
             raise StateError(f"{self.steps.location}: this manager is closed; make a new one")
         if self.options.read_only:
             raise StateError(f"{self.steps.location}: this manager was made with read_only=True")
 
     def acquire(self, *adding: StepPlace) -> None:
-        """Acquire the directory, remove leftovers of interrupted runs, and notify the other places."""
+        """Acquire the directory, remove leftovers of interrupted runs, and notify the other storage tiers."""
         self.check_writable()
         with self.changing:
             if self._acquired:
@@ -89,7 +89,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):  # including a place that is just being added
+            for place in (*self.places, *adding):  # including tiers that are being added
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
@@ -102,7 +102,7 @@ class Run:
             self.notify("changed")
 
     def change(self, action: str, work: Callable[..., Any], *inputs: Any) -> Any:
-        """Change the directory on process 0, and then the in-memory index of the other processes."""
+        """Change the directory on process 0, and then the in-memory index on the other processes."""
         self.acquire()
         answer = self.processes.decide(action, work, *inputs)
         if not self.processes.is_primary:
@@ -111,19 +111,19 @@ class Run:
         return answer
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if the run is already closed."""
-        with self.changing:  # a save on another thread has either begun before this or is refused
+        """Refuse all further changes; return False if the run has already been closed."""
+        with self.changing:  # a save on another thread has either started already or will be refused
             was_open, self._closed = not self._closed, True
             return was_open
 
     def _drain(self) -> None:
-        """Wait until no save is beginning or in progress, because a newer manager takes over."""
+        """Wait until no save is starting or in progress; called before a newer manager takes over."""
         with self.idle(self.background, *(place.background for place in self.places)):
             pass
 
     @contextlib.contextmanager
     def idle(self, *saves: BackgroundSave) -> Iterator[None]:
-        """Wait until saves have ended, and prevent other threads from beginning one during the block."""
+        """Wait until the given saves have ended, and prevent other threads from starting a save during the block."""
         while True:
             for save in saves:
                 save.join()  # without holding the lock, which listeners may need
@@ -133,7 +133,7 @@ class Run:
                     return
 
     def compare_options(self) -> None:
-        """Compare once the options that determine which collective calls the processes make."""
+        """Check once that the options that determine collective calls are equal on all processes."""
         if self._compared:
             return
         options, mirror, local = self.options, mirror_of(self.options), self.options.local
@@ -155,10 +155,10 @@ class Run:
         if self.learned is not None:
             self.learned.report(self.events, self.steps.location)
 
-    # ---- the places besides the directory
+    # ---- other storage tiers
 
     def add_place(self, place: StepPlace) -> None:
-        """Add a place, and fetch its newest step if it is newer than every step in the directory."""
+        """Add a storage tier, and fetch its newest step if this is newer than all steps in the directory."""
         self.compare_options()
         for step in place.newer_steps():
             if self._fetch_from(place, step):
@@ -172,13 +172,13 @@ class Run:
             place.background.join()
 
     def notify(self, point: Point, step: int = -1) -> None:
-        """Notify all places that the run has reached a point."""
+        """Notify all storage tiers that the run has reached a point."""
         for place in self.places:
             place.reached(point, step)
 
     def fetch(self, step: int, *, overwrite: bool = False) -> StepPlace | None:
-        """Fetch a step and return the place that supplied it, or None; ``overwrite`` replaces a damaged one."""
-        # For a damaged step, the farthest place goes first, because its copy repairs the directory.
+        """Fetch a step, and return the tier that supplied it, or None; ``overwrite`` replaces a damaged step."""
+        # To replace a damaged step, try the farthest tier first, because its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
         return next((place for place in places if self._fetch_from(place, step, overwrite)), None)
 
@@ -188,7 +188,7 @@ class Run:
         return place.fetch(step, overwrite)
 
     def fetch_missing(self, step: int) -> bool:
-        """Fetch a step if process 0 does not find it in the directory; return whether it can be read."""
+        """Fetch a step if process 0 cannot find it in the directory; return whether the step can be read."""
         if step in self.steps.borrowed:
             return True
         is_here = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)

@@ -1,4 +1,4 @@
-"""The saves of a run: deciding whether one is due, its snapshot, and the work after its commit."""
+"""Save the steps of a run: decide whether a save is due, take its snapshot, and apply the effects of its commit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SaveQueue:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # best_fn as a function fetches metrics from the device, so it is called only if a trigger calls it as well.
+        # A callable best_fn fetches metrics from the device, so it is called only if a trigger calls it anyway.
         if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -59,12 +59,12 @@ class SaveQueue:
         return decision
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved or being saved, and must not be replaced."""
+        """Return whether a step is saved or being saved and must not be replaced."""
         is_pending = self._pending is not None and self._pending.step == step
         return is_pending or (step in self.run.steps and not self.abandoned.replaces(step))
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """Warn once if the metrics lack the one that ranks checkpoints."""
+        """Warn once if the metrics do not include the metric that ranks checkpoints."""
         best_fn = self.run.options.best_fn
         if self._watch is not None and best_fn is not None:
             self._watch.note(step, metrics, (info.value(best_fn) for info in self.run.steps.infos()))
@@ -88,7 +88,7 @@ class SaveQueue:
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
-        """Return the steps that a new best must beat, including the one being saved."""
+        """Return the steps that a new best step must beat, including the step that is being saved."""
         pending = self._pending
         if pending is None or not self.run.options.save_on_best:
             return self.run.steps.infos()
@@ -108,25 +108,25 @@ class SaveQueue:
                 _logger.warning(text, step, decision.reason)
             return False
         self.run.acquire()
-        if self.run.steps.is_stray(step) and (reason is not None or not force):  # an explicit save is refused
+        if self.run.steps.is_stray(step) and (reason is not None or not force):  # save(force=True) raises instead
             return False
         if force:
             self.run.observer.reached("step", step)  # decide() may not have been called for this step
         with self.run.idle(self.run.background):
             self.run.check_writable()
             if self.run.background.has_missed_a_process and (lost := self.run.background.take_error()) is not None:
-                self.run.processes.fail("save", lost)  # this save would wait for the same timeout
+                self.run.processes.fail("save", lost)  # otherwise, this save would wait for the same timeout
                 raise lost
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # Only now come calls that may fail on one process, so that all see the same steps.
+                    # Calls that may fail on a single process are made last, so that all processes see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
                     pending = PendingSave(content, reason or decision.reason)
-                    # A callback, which passes a reason, has called decide() before.
+                    # A callback, which passes a reason, has already called decide().
                     if reason is None or not isinstance(self.run.options.best_fn, str):
                         self.note_metrics(step, pending.metrics)
                     values = self.items.to_save(content, left_out)
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill knows about it
+                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill is informed first
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
@@ -158,7 +158,7 @@ class SaveQueue:
                 if save.in_background:
                     label = f"step {step} of {self.run.steps.location}"
                     self.run.background.start(functools.partial(self._complete, pending, save), what=label, step=step)
-            except BaseException as error:  # an interrupt, or no more threads are available
+            except BaseException as error:  # an interrupt, or a failure to start a thread
                 if save.give_up(error):
                     self._ended(pending, failed=True)
                 if earlier is not None:
@@ -214,7 +214,7 @@ class SaveQueue:
             ) from error
 
     def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-        """Check the ownership once more, and create the commit record."""
+        """Check the ownership again, and create the commit record."""
         self.run.steps.ownership.check()
         if self.run.options.local is None:
             self.run.steps.note_branches(NO_LOCAL_STEPS)
@@ -241,7 +241,7 @@ class SaveQueue:
         if not self.run.processes.is_primary:
             self._change_metrics(step, recorded)
         changing = self.run.changing
-        if changing.acquire(blocking=False):  # a save in progress, or about to start, deletes old steps when it ends
+        if changing.acquire(blocking=False):  # otherwise, the save that holds the lock will delete old steps
             try:
                 if not self.run.background.running:
                     self.run.background.start(
@@ -251,7 +251,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step; return None if the save in progress will store them."""
+        """Add metrics to a step, and return them, or None if the save in progress will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
@@ -264,7 +264,7 @@ class SaveQueue:
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
-        """Wait for a save of the step to end, and prevent another during the block, which changes the step."""
+        """Wait until no save of the step is in progress, and prevent another one while the block changes the step."""
         while True:
             with self.run.changing:
                 pending = self._pending
