@@ -164,7 +164,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Restore everything but global generators; return the state, and whether it has other parts than this loader."""
+        """Restore all but the global generators; return the state, and whether it has other parts than this loader."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
