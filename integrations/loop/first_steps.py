@@ -100,7 +100,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Sample the state at a step (None if unknown); with ``grows``, its structure may differ from the fresh state."""
+        """Sample the state at a step (None if unknown); with ``grows``, its structure may differ from a fresh state."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
         if step is not None:

@@ -178,7 +178,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters; log differences that the run did not make itself."""
+        """Return the restored state with the chosen hyperparameters; log differences not made by the run itself."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):

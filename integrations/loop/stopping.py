@@ -55,7 +55,7 @@ class StepsAfterSignal:
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def begin(self, left_in_epoch: int | None) -> bool:
-        """Return whether steps follow the save, which must fit in a quarter of the grace period and the current epoch."""
+        """Return whether further steps follow; they must fit in a quarter of the grace period and the current epoch."""
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -99,7 +99,7 @@ class Stop:
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        """Called when training has ended; ``orderly`` is False after an exception, even if only this process raised it."""
+        """Called when training has ended; ``orderly`` is False after an exception, even if only in this process."""
 
 
 class AgreedStop(Stop):
