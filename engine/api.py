@@ -163,9 +163,9 @@ def load(
         UnsupportedLeafError: Another library's file contains objects that can only be restored by running code; the
             message names them. No code was run, and ``select=`` can load the other leaves.
         IndexError: An index in ``select`` does not fit its array.
-        OptionError: ``like`` or ``select`` is given for several items; ``select`` has indexes and ``like`` is given, or
-            has an index for a leaf that is not an array; ``cast`` or ``subset`` is given without a template; or two of
-            several checkpoints share a path that is not a container with keys in both.
+        OptionError: ``like`` or ``select`` is given for several items; ``select`` with indexes is combined with
+            ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is given without a
+            template; or two of several checkpoints share a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it
@@ -260,13 +260,13 @@ def load_transformed(
     r"""Load a checkpoint through :func:`apply_transformations`, reading only the leaves that the result needs.
 
     Args:
-        path: A checkpoint, or a directory of steps, whose newest step is loaded, in any format of :func:`load`.
+        path: A checkpoint, or a directory of steps, whose newest step is loaded, as for :func:`load`.
         transformations: :class:`Transform` objects by key. ``value_fn`` receives a numpy array or a Python
             value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read each leaf when it is
             accessed. Both receive read-only arrays, and their results must fit the new tree.
         new_tree: The template. Its containers, array libraries and shardings determine the result, and its dtypes
-            and shapes are checked. ``...`` stands for the saved leaf. Leaves that keep the value of the new tree need a
-            value; all others may be abstract, such as ``jax.ShapeDtypeStruct``.
+            and shapes are checked. ``...`` stands for the saved leaf. Leaves that keep the value of the new tree must
+            have one; all others may be abstract, such as ``jax.ShapeDtypeStruct``.
         default_to_original: Whether keys without a transformation come from the checkpoint if it has them (True)
             or from the new tree (False).
         item: The item to load; required if the checkpoint has several trees.

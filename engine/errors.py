@@ -64,7 +64,7 @@ class FormatVersionError(HoldfastError, ValueError):
 
 
 class UnsupportedLeafError(HoldfastError, TypeError):
-    """A leaf cannot be saved or cannot be loaded safely; a save that raises this has written nothing."""
+    """A leaf cannot be saved or loaded safely; a save that raises this error has not written anything."""
 
 
 class TreeMismatchError(HoldfastError, ValueError):

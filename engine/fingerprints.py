@@ -66,7 +66,7 @@ _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints at each step, and compares them with the previous step."""
+    """Takes fingerprints at each step, and compares them with those of the previous step."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
@@ -198,7 +198,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(cls: type) -> bool:
-    """Return whether to visit attributes of a class: only classes of the program or of a data loader are visited."""
+    """Return whether to visit the attributes of a class, which must belong to the program or to a data loader."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__.startswith(_OPEN):
         return True

@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the global generators to states from :func:`as_tree`; return the names of generators that do not exist."""
+    """Set the global generators to states from :func:`as_tree`; return the names of those missing in this process."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply the states from :meth:`set_state`, if any; return drawn generators that do not exist here."""
+        """Apply the restored states, if any, and return the names of drawn generators that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -262,7 +262,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
         # Some numpy bit generators only accept words in an array, and loading returns them in an array.
         own: Any = generator.bit_generator
         own.state = state
-        with contextlib.suppress(KeyError, TypeError):  # it has not spawned any, or numpy is older than 2.0
+        with contextlib.suppress(KeyError, TypeError):  # the generator has spawned none, or numpy is older than 2.0
             own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:

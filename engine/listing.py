@@ -30,8 +30,8 @@ class CheckpointSummary:
         added_bytes: The size in bytes of files that no earlier step in the list contains. The sum over all steps is
             the disk space that they occupy.
         metrics: The metrics stored with the step, or None.
-        reason: The reason for which the step was saved.
-        kept: The reasons for which the step is kept, as far as they are known.
+        reason: The reason why the step was saved.
+        kept: The reasons why the step is kept, if they are known.
         damage: The problem with the commit record or the file sizes, or None.
     """
 

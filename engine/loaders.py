@@ -76,7 +76,7 @@ Announce = Callable[..., object]  # takes a message and its arguments, like logg
 
 
 class LoaderPosition:
-    """A position in a loader's batches: the common base of :func:`skip_to` and ``resumable``."""
+    """A position in a loader's batches; base class of the loaders that :func:`skip_to` and ``resumable`` return."""
 
     _function = "skip_to"  # name of the public function, for messages
 
@@ -89,7 +89,7 @@ class LoaderPosition:
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
-        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of batches taken from it
+        self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
         self._has_ended = False  # whether the epoch's last batch has been taken
         self._begun: dict[str, Any] = {}  # generator states at the start of the epoch
@@ -99,8 +99,8 @@ class LoaderPosition:
         self.checksum: int | None = None  # checksum of sampled values in the last batch
         self._next: list[Any] = []  # a batch beyond the loader's length that was drawn in advance
         self._announce: Announce | None = None
-        self._exit_status: int | None = None  # set once the run has been stopped
-        self._refused = 0  # requests for batches since the stop
+        self._exit_status: int | None = None  # set when the run is stopped
+        self._refused = 0  # number of requests for batches since the stop
 
     @property
     def left(self) -> int | None:
@@ -112,7 +112,7 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Stop yielding batches because the run was stopped; a program that does not stop exits with this status."""
+        """Yield no batches after the run was stopped; a program that keeps requesting them exits with this status."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
@@ -132,7 +132,7 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state at the start of this epoch, or of the next one if this epoch has ended."""
+        """Return the state at the start of this epoch, or of the next epoch if this one has ended."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
@@ -144,7 +144,7 @@ class LoaderPosition:
             state |= {ENDED: True} if self._has_ended else {}
         else:
             states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-            own_states |= self._order_now()  # training may have changed the order's state since
+            own_states |= self._order_now()  # training may have changed this value since then
             state |= {_NOW: own_states} if own_states else {}
         return {**state, **({_BEGUN: states} if states else {}), **order}
 
@@ -164,7 +164,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Restore all but the global generators; return the state, and whether it has other parts than this loader."""
+        """Apply the saved state except for global generators; return it, and whether it has unexpected parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
@@ -207,7 +207,7 @@ class LoaderPosition:
 
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
-            # Persistent workers start in the first epoch and draw their seed then, so open one iterator for it.
+            # In an uninterrupted run, persistent workers start in the first epoch, so start them before this epoch.
             before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
             self._open()
             restore(before)
@@ -238,7 +238,7 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # Run any code that the loader runs after its last batch, because a resume begins with the next epoch.
+                # Run the code that follows the loader's last batch now, because a resume begins with the next epoch.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
@@ -352,7 +352,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return epoch * length + batches
 
     def go_to_position(self) -> None:
-        """Move to a position within an epoch now; at the start of an epoch, wait for the next request."""
+        """Move to the position now if it is within an epoch, or else when the next batch is requested."""
         length = self._length()
         if self.position % length if length else self.position:
             self._skip()
@@ -384,7 +384,7 @@ def skip_to(
     generators: Sequence[Any] = (),
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
 ) -> SkippedLoader:
-    """Return an endless iterator over the epochs of a plain loader, whose position can be saved and restored.
+    """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
 
     A resume skips completed epochs at once if the loader has a length, and draws the earlier batches of the current
     epoch again. The order of these batches must be reproducible, so it may depend only on
@@ -574,7 +574,7 @@ def _each_once(generators: Mapping[str, Any], besides: Iterable[Any] = ()) -> di
 
 
 def _global_generators() -> list[Any]:
-    """Return the global generators of Python, numpy and torch, which may also be a loader's own generators."""
+    """Return the global generators of Python, numpy and torch, which may also be attributes of a loader."""
     torch: Any = loaded("torch")
     of_torch = [] if torch is None else [torch.default_generator]
     return [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None), *of_torch]

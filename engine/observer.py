@@ -1,4 +1,4 @@
-"""Observers, which are notified of a run's events, and may redirect its paths, change its options and request saves.
+"""Observers of runs, which receive their events, and may redirect paths, change options and request saves.
 
 A manager takes an observer as ``observer=``. By default, it uses the process's observer from :func:`process_observer`,
 which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In other programs, that observer
@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Base class for observers of the runs in a process, whose methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the location to use instead of this one, or the same location.
+        """Return the location to use instead of a given one, which by default is the same.
 
         Args:
             url: A URL or an absolute path.
@@ -60,11 +60,11 @@ class Observer(Protocol):
         return
 
     def wants(self, step: int) -> str | None:
-        """Return the reason for which a step must be saved even if no trigger is due, or None."""
+        """Return a reason to save a step for which no trigger is due, or None."""
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return how many steps the run takes after a preemption's save, for comparison with the resumed run."""
+        """Return the maximum number of steps after a preemption's save, which are compared with the resumed run."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:

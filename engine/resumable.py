@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
         self._turn = 0  # changes when a new loop starts or a state is set
         self._reported = 0  # value of the turn at the last reported step
-        self._loops: set[bool] | None = set()  # whether loops of the run have reported steps; None after the warning
+        self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -194,9 +194,9 @@ def resumable(
     batch, none remain, and the program continues with the code after the inner loop. A ``for`` after a ``break`` begins
     a new epoch. After the callback has stopped the run, the loader yields no batches, and no steps are saved.
 
-    A resume draws the earlier batches of the epoch again, as :func:`skip_to` does, and the order of an epoch may depend
-    on the same values as there. However, the program must call ``set_epoch`` itself, before the ``for``. In a program
-    with several processes, each process has its own position.
+    A resume draws the earlier batches of the epoch again, as :func:`skip_to` does, whose documentation lists the values
+    on which the order of an epoch may depend. However, the program must call ``set_epoch`` itself, before the ``for``.
+    In a program with several processes, each process has its own position.
 
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a Grain or Hugging Face dataset,
@@ -206,8 +206,8 @@ def resumable(
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
         redraw: ``"batches"`` loads the earlier batches of the epoch in a resume. ``"indices"`` only advances the
-            sampler of a ``DataLoader``, without loading or comparing batches. It declares that each item depends only
-            on its index, because neither the dataset nor its workers draw random numbers.
+            sampler of a ``DataLoader``, without loading or comparing batches. This declares that each item depends
+            only on its index, because neither the dataset nor its workers draw random numbers.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of completed epochs, ``batch`` is the number of batches taken
@@ -226,7 +226,7 @@ def resumable(
 
 
 class _Indices:
-    """An iterator over a sampler's indices that can skip the first ones."""
+    """An iterator over the indices of a sampler that can skip the first indices."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler

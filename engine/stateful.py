@@ -270,7 +270,7 @@ class _LoaderState(dict[str, Any]):
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
-        self.saved = saved  # the state in the form of checkpoints, which is saved again until an iterator has started
+        self.saved = saved  # the state as stored in a checkpoint, which is saved again until an iterator has started
         self.has_reported = False  # whether a step was reported after the restore
         self._begun: Callable[[], object] | None = begun
 
@@ -298,7 +298,7 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader; return a note for users about their next loop over it, or ""."""
+    """Restore the position of a torchdata loader; return a note for users about the next loop over it, or ""."""
     # The global generators are reset when the next loop has started, unless a step was reported before that.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators

@@ -6,7 +6,7 @@ exists. The steps that share a prefix form a *series*: a manager uses the series
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
 - within a series, it is the highest step, because clocks differ and jump;
-- across series, it is the head that was committed last, because step numbers of different series are not comparable.
+- across series, it is the most recently committed of these steps, because step numbers of series are not comparable.
 
 Another program, such as an evaluator, may add metrics to a step during the run. Each call adds a file
 ``metrics/<step>.<token>.json`` to the directory, and does not change files of the run. The file identifies the
@@ -90,7 +90,7 @@ class LateMetrics:
         self._files: dict[str, dict[str, Added]] = {}  # by step folder, then by file name
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read new metrics files of the steps whose folders exist, and return the names of these folders."""
+        """Read new metrics files of steps whose folders exist, and return the folders that have new files."""
         names = set(_names(self._directory))
         read = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(read - names)
@@ -375,7 +375,7 @@ def list_steps(
 
 
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
-    """Return local folders named like a step that have files, but no commit record or marker of an interrupted save."""
+    """Return local folders named like a step that contain files, but neither a commit record nor a save's marker."""
     records = {entry.location.name for entry in checkpoints}
     # In an object store, delayed requests may leave such files. Without a run, folders with such names are not steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step as defined above, or None; damaged steps count as the latest unless ``whole`` is true."""
+    """Return the newest step by the rules of this module, or None; damaged steps count as latest unless ``whole``."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)

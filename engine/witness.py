@@ -64,7 +64,7 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Records the steps of a run, sampling leaves that it chooses at the start and again after some of the saves."""
+    """Records the steps of a run by sampling leaves, which it chooses at the start and again at some of the saves."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
         self._names = names  # names of the leaves that a resumed run compares until its next save
@@ -75,7 +75,7 @@ class Recorder:
         self._begun = self.attributes = self._attributes(seen)  # at the start of the run and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step, where k = 0 is a save; ``same`` is another record of the step to reuse."""
+        """Begin the record of a step (k = 0 for a save), reusing samples of ``same``, another record of the step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run create leaves, such as optimizer state; later ones rarely do.
@@ -118,7 +118,7 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of generator states, reusing those of Python generators, because few programs use them."""
+        """Return checksums of generator states, reusing those of Python generators, which rarely change."""
         # Only states of random.Random are tuples that contain a tuple; the tuple of a RandomState contains an array.
         tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
@@ -280,7 +280,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # differing positions explain a different batch; equal ones must be incomplete
+    if "batch" in differs:  # the positions show whether the loaders have moved or their states are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
@@ -303,7 +303,7 @@ def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[s
     """Return the names that both records have in a layer, without machine metrics, and the names that differ."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
-    # An entry with a digest and a value is equal if the digest is equal.
+    # Entries that consist of a digest and a value are compared by their digests.
     bits = [[entry[0] if isinstance(entry, list) else entry for entry in (before[name], after[name])] for name in both]
     return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
@@ -313,7 +313,7 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the largest relative difference between metrics and updates at k = 1, or None if rounding is no reason."""
+    """Return the largest relative difference in metrics and updates at k = 1, or None if rounding cannot explain it."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
     differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
     before, old, new = (_values(record) for record in (first, saved, now))
@@ -326,7 +326,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return attributes that differ now: the saved and the current value, and whether it changed between saves."""
+    """Return the attributes that differ now, with their saved and current values and whether they keep changing."""
     # An attribute that the first steps set once, such as a cache, may be missing, but not one that keeps changing.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))

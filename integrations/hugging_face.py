@@ -1,4 +1,4 @@
-"""Loading the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
+"""Restores the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
 All iterators that such a dataset creates in an epoch start at its last loaded state. A resume therefore passes it a
 state that only its next iterator uses. A dataset is recognised by its class name, without importing ``datasets``.
@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return the state to load: for a dataset, a state that one iterator uses; for other sources, the same state."""
+    """Return the state to load, which only the next iterator of a dataset uses; for other sources, it is unchanged."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):

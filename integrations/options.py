@@ -99,7 +99,7 @@ class CallbackOptions(CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions(CallbackOptions, ProgramPolicies):
-    """Options that can only be set in code, because they are functions or objects or concern the program itself."""
+    """Options that can only be set in code, such as functions, further manager options and rules for a resume."""
 
     clock: Clock | None = None
     metadata: Mapping[str, Any] | None = None

@@ -33,7 +33,7 @@ class LeafDifference:
     detail: str  # human-readable description of the difference
     differing: int = 0  # number of differing elements; 0 if not applicable
     size: int = 0  # total number of elements
-    greatest: float = math.nan  # largest absolute difference of elements; NaN if it involves NaN or no numbers
+    greatest: float = math.nan  # largest absolute difference of elements; NaN if any is NaN or not a number
     relative: float = math.nan  # ``greatest`` divided by the largest absolute value of an element
     first: tuple[int, ...] | None = None  # index of the first differing element
 
@@ -241,7 +241,7 @@ _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for elemen
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of a leaf's finite elements; they are None if it has none."""
+    """Statistics of the finite elements of a leaf, which are None if there are no such elements."""
 
     item: str  # name of the leaf's item
     path: str  # path in the tree

@@ -1,13 +1,13 @@
 """Finds the checkpoint or the directory of steps that a path refers to, written by holdfast or another library.
 
 All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote, or else the steps
-that another library wrote. ``engine/steps.py`` defines which of holdfast's steps is the newest. In other libraries'
-directories, it is the step that the writer recorded as the newest, or else the highest step.
+that another library wrote. ``engine/steps.py`` defines the rules for holdfast's steps. For another library, its format
+defines which steps belong together, and the newest is the step that the writer recorded as such, or else the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
-below, the only code in the engine that names packages that depend on it. The module is imported only when a name in a
+below, the only code in the engine that names packages built on it. The module is imported only when a name in a
 directory matches one of its patterns, and must import its libraries (tensorstore, msgpack, a framework) lazily. It
-defines these functions of a location and the names or entries directly inside it (none for a file):
+defines two functions, which take a location and the names or entries directly inside it (none for a file):
 
 - ``recognise(location, names)`` returns the opened :class:`CheckpointSource`, or None if the location is not a
   checkpoint of this format, and raises DamagedCheckpointError for a damaged checkpoint;
@@ -123,7 +123,7 @@ _FORMATS: tuple[_Entry, ...] = (
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open another library's checkpoint, or return None if there is none; raise an error for part of a holdfast one."""
+    """Open another library's checkpoint or return None, but raise an error for a part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -191,7 +191,7 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # Checkpoints of hf.save have no reason, and those of Checkpoint.save are pinned; neither are steps of a run.
+    # Checkpoints of hf.save have no reason, and those of Checkpoint.save are pinned. Neither belongs to a run.
     steps = [
         entry
         for entry in all_steps.entries

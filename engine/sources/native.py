@@ -48,7 +48,7 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder and files of an item; the latest is cached, because its zip file may be in memory."""
+        """Return the folder and files of an item; the latest item is cached, possibly with its zip file in memory."""
         if self._opened is None or self._opened[0] != item:
             self._opened = None
             saved = self.parts[item]

@@ -81,7 +81,7 @@ class _Address(NamedTuple):
     location: Location  # location of the checkpoint
     item: str  # name of the item
     identity: str  # changes if the checkpoint is replaced
-    is_stable: bool  # True if the identity is a function of the checkpoint, False if it is random
+    is_stable: bool  # False if the identity is random, because the checkpoint has no fingerprint
 
 
 class _OpenTree:
@@ -107,7 +107,7 @@ class _OpenTree:
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return the checkpoint and its tree; if they are closed, raise an error that the leaf cannot be ``action``."""
+        """Return the checkpoint and its tree, or raise an error because the leaf cannot be ``action`` when closed."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "

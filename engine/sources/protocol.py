@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("holdfast")
 
 TREE = "pytree"  # kind of items that are trees of arrays
-JSON = "json"  # kind of items that are JSON
+JSON = "json"  # kind of items that are JSON documents
 METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics, and are read only if they are named
 
 
@@ -36,7 +36,7 @@ class CheckpointSource(Protocol):
     items: Mapping[str, str]
     nbytes: int  # total size of all files in bytes
     step: int | None = None  # step number, if the checkpoint records it
-    reason: str = ""  # reason for which the checkpoint was saved, if recorded
+    reason: str = ""  # reason why the checkpoint was saved, if recorded
     time: float | None = None  # commit time in seconds since 1970-01-01 UTC, if recorded
     metrics: Mapping[str, Any] | None = None  # metrics stored with the checkpoint
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint
@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested or only tree; the error raised if there are several ends with ``how``."""
+        """Return the name of the requested tree or the only tree; an error about several trees ends with ``how``."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
@@ -112,7 +112,7 @@ class CheckpointSource(Protocol):
         return self.complete(item, source, tree)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        """Add leaves that only type handlers can read to a loaded tree; the default implementation has none."""
+        """Add leaves that only type handlers can read to a loaded tree; by default, there are no such leaves."""
         return tree
 
     def items_to_load(self) -> list[str]:

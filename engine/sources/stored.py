@@ -283,7 +283,7 @@ class OtherTree(TreeSource):
 
     @abc.abstractmethod
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
-        """Read boxes of leaves, where the box None is the whole array."""
+        """Read a box of each leaf, or the whole array if the box is None."""
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return self._read([(leaf, None) for leaf in leaves])
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Return the description of a value in a file, and the source of its data, or None if the description has it."""
+    """Return the description of a value, and the source of its data, or None if the description contains the value."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):

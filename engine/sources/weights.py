@@ -25,7 +25,7 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # descriptions of values that differ in form in the checkpoint
+    kept: dict[str, str] = field(default_factory=dict)  # descriptions of values with another form in the checkpoint
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
     moved: dict[str, str] = field(default_factory=dict)  # from paths in the program to paths in the checkpoint
     left: list[str] = field(default_factory=list)  # values found only in the checkpoint
@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # Rank containers by the number of names that they share with the template, then by having few others.
+            # Prefer containers that share many names with the template, and in a tie those with few other names.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)

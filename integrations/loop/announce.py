@@ -38,7 +38,7 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Tracks the reported and saved steps of a run, and announces at its end which steps are saved and lost."""
+    """Tracks the reported and saved steps of a run, and announces at its end which steps are saved or lost."""
 
     directory: str
     saves_at_end: bool = True
@@ -46,7 +46,7 @@ class Ending:
     saved: int | None = None  # last step that was saved or restored
 
     def begin(self) -> None:
-        """Announce the ending at interpreter exit, unless the callback is closed or replaced by then."""
+        """Announce the ending at interpreter exit, unless the callback has been closed or replaced by then."""
         _open[self.directory] = self
 
     def note(self, event: Event) -> None:

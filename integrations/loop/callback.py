@@ -1,6 +1,6 @@
 """The training loop callback, which saves checkpoints, decides which of them to keep, and resumes runs.
 
-:class:`CheckpointCallback` is framework-agnostic. A :class:`StateAdapter` for the type of the state handles frameworks.
+:class:`CheckpointCallback` is framework-agnostic; a :class:`StateAdapter` contains the code for each type of state.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class CheckpointCallback:
     - A pytree with arrays or typed PRNG keys. ``checkpoint.extras[name]`` is the restored pytree, with the saved types
       and the shardings of the pytree that was passed.
     - Plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them). ``checkpoint.extras[name]`` is
-      the saved value, for which the value that was passed is not a template.
+      the saved value; the value that was passed is not used as a template.
 
     Checkpoints do not include torch gradients. If gradients are accumulated over several batches, call ``on_step``
     after ``optimizer.step()``, not after each batch; otherwise a warning is logged.
@@ -146,10 +146,11 @@ class CheckpointCallback:
     once, for example to select a validation set, draw them before ``restore_or_initialize``.
 
     SIGTERM only sets a flag. The next ``on_step`` saves the step and waits until its files are durable. After at most
-    ``witness_steps_after_signal`` further steps, ``on_step`` asks the loop to stop, and the program informs the
-    scheduler by ``sys.exit(checkpoint.exit_status)``. Leaving the ``with`` block saves the last step unless it is
-    saved, waits for the files and closes the callback. If an exception ends the block, a save in progress is completed,
-    but the last step is not saved. Worker processes started after the callback survive a signal to the whole job.
+    ``witness_steps_after_signal`` further steps, ``on_step`` asks the loop to stop, after which the program should call
+    ``sys.exit(checkpoint.exit_status)`` to inform the scheduler. Leaving the ``with`` block saves the last step unless
+    it is already saved, waits for the files and closes the callback. If an exception ends the block, a save in progress
+    is completed, but the last step is not saved. Worker processes that are started after the callback was created
+    survive a signal to the whole job.
 
     In a program with several processes (``jax.distributed`` or ``torch.distributed``), each process creates a callback
     and calls it at every step. The processes save the arrays together, but each process saves and restores its own
@@ -162,9 +163,9 @@ class CheckpointCallback:
     Args: when to save
         save_interval_secs, save_on_best, save:
         save_at_end: Whether to save the last step when training ends, even if no trigger is due.
-        step_offset: 0 if your loop reports the number of updates as its step; 1 if it reports the index of the last
-            update, as with Orbax. The state of step N then includes N + 1 updates, and a resume begins with step N + 1.
-            None uses the offset that was saved with the step from which the run resumes, or else 0.
+        step_offset: 0 if your loop reports the number of updates as its step, 1 if it reports the index of the last
+            update, as with Orbax. With 1, the state of step N includes N + 1 updates, and a resume begins with step
+            N + 1. None uses the offset that was saved with the step from which the run resumes, or else 0.
         item_intervals:
 
     Args: what to keep
@@ -204,22 +205,22 @@ class CheckpointCallback:
     Args: preemptions
         signals: Names of the signals that announce a preemption, after which the run saves the current step and ends. A
             closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C ends the run this way, with exit status 130, and
-            a later one interrupts it. SIGHUP and SIGINT stay ignored if they are, for example under ``nohup`` or ``&``.
+            a later one interrupts it. SIGHUP and SIGINT stay ignored if they already are, as under ``nohup`` or ``&``.
         grace_secs: The time that the scheduler allows between the signal and the end of the process. A warning is
             logged if a save takes longer.
-        witness_steps_after_signal: The maximum number of steps that the run takes after SIGTERM and the save. They
-            must fit in a quarter of ``grace_secs`` (2 seconds if it is None). They are recorded, to be compared with
-            the resumed run, but not saved. 0 stops at the saved step.
+        witness_steps_after_signal: The maximum number of further steps that the run takes after it has saved because of
+            SIGTERM. They must fit in a quarter of ``grace_secs`` (2 seconds if it is None). They are not saved, but
+            recorded for comparison with the resumed run. 0 stops at the saved step.
         save_timeout_secs:
 
     Args: several processes
-        replicated: Names of states that are equal in all processes, and that any number of processes can restore:
-            extras, such as a position in an order that does not depend on the number of processes, or a generator with
-            the same seed everywhere; ``"global_generators"``, the generators of Python, numpy and torch; in a Lightning
-            trainer ``"loaders"``, its training loaders with ``state_dict``, or ``"loaders/0"``, the first of them. In
-            loops, each save checks that the states are equal and stores one; Lightning trainers check it when another
-            number of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
-            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
+        replicated: Names of states that are equal in all processes, and that any number of processes can restore. They
+            may be extras, such as a position in an order that does not depend on the number of processes, or a random
+            generator with the same seed everywhere; ``"global_generators"`` for those of Python, numpy and torch; and
+            in Lightning ``"loaders"`` for training loaders with ``state_dict``, or ``"loaders/0"`` for the first one.
+            Loops check at each save that the states are equal, and store one; Lightning trainers check this when a
+            different number of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to``
+            with a ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         reshard: A function to call when a different number of processes resumes, for each data position and any other
             state that differs between processes. Its arguments are the name, the states saved by processes 0, 1, ...,
             the index of this process and the number of processes; it returns the state of this process. Without this
@@ -330,8 +331,7 @@ class CheckpointCallback:
     def preempted(self) -> bool:
         """True if one of the signals has arrived.
 
-        This is cheap enough to be read in evaluation loops, where it also shows a supervisor that the program does
-        not hang.
+        It is cheap enough for evaluation loops, where reading it also shows a supervisor that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
         return self._preemption.received
@@ -379,8 +379,8 @@ class CheckpointCallback:
 
         Args:
             state: The freshly initialized state, which is the template for the restore. Alternatively, a function
-                without arguments that creates it with jax. Its shapes are determined by ``jax.eval_shape``, and it is
-                called only on a fresh start, to avoid holding two states in memory.
+                without arguments that creates it with jax. The shapes are determined by ``jax.eval_shape``, and the
+                function is called only on a fresh start, to avoid holding two states in memory.
             like: The template if ``state`` is a function, such as an abstract state with shardings. A fresh start calls
                 the function under ``jax.jit`` with the shardings of the template.
             **extras: Further values and objects to restore. Pass all of them to every ``on_step`` call as well.
@@ -514,7 +514,7 @@ class CheckpointCallback:
             **extras: All extras that were passed to ``restore_or_initialize``, and optionally further ones.
 
         Returns:
-            An outcome that contains whether and why the step was saved, and whether to leave the loop now.
+            The outcome: whether the step was saved, why, and whether to leave the loop now.
 
         Raises:
             SaveFailedError: An earlier background save failed; this step is saved nevertheless.
@@ -559,7 +559,7 @@ class CheckpointCallback:
                 reported to ``on_step``.
 
         Returns:
-            An outcome that contains whether and why this call saved the step, and whether to leave the loop now.
+            The outcome: whether this call saved the step, why, and whether to leave the loop now.
         """
         check_metrics(metrics)
         step = operator.index(step)
@@ -580,7 +580,7 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, self._should_stop)
 
     def close(self) -> None:
-        """Save the last step unless it is saved, wait for all saves and close; leaving the ``with`` block does this.
+        """Save the last step unless it is already saved, wait for all saves, and close; done by the ``with`` block.
 
         Raises:
             SaveFailedError: A background save failed.
@@ -691,7 +691,7 @@ class CheckpointCallback:
         if self._reported is None and self._restored is None:  # a resumed run may start to save further extras
             warn_of_unrestored(extras, self._names)
         if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None after a step has been saved since the resume
+            self._went_on_from = restored  # None if a step has been saved since the resume
             self._reported = self._reported if restored is None else restored
         if self._reported is not None and step < self._reported:
             raise OptionError(
@@ -750,7 +750,7 @@ class CheckpointCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        # The state before the first step is not known.
+        # The state before the first step is unknown.
         offset = self._options.step_offset or 0
         saver = self._begin_steps(self._adapt(state), (), {}, None, offset=offset, fresh=None)
         self._witness.begin(Report(0, state).seen({}))
@@ -769,7 +769,7 @@ class CheckpointCallback:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # its folder is not a checkpoint, so save the next step
+        if save and not saver.save("preempted"):  # its folder is not a checkpoint, so save the next step instead
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)

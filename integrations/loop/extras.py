@@ -23,7 +23,7 @@ from .trees import is_stream, to_tree
 logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
-CHECKSUMS = "replicated_checksums"  # item with checksums of replicated arrays, which processes compare
+CHECKSUMS = "replicated_checksums"  # name of an extra with checksums of replicated arrays, which processes compare
 _TAKEN = ("step", "state", "metrics", GRADIENTS, CHECKSUMS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
@@ -59,7 +59,7 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees of the extras that are templates, whose types, dtypes and shardings the restored values get."""
+    """Return the extras that are templates as trees, which determine the types and shardings of restored values."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 

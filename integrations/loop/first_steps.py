@@ -26,7 +26,7 @@ from .states import STATE, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
-_ALL = 1 << 30  # number of leaves that exceeds any state's
+_ALL = 1 << 30  # no limit on the number of leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
 _FAR = 100  # number of reports after which any trained state must have changed

@@ -63,7 +63,7 @@ class InitialState:
         return self._given() if self._like is None else _sharded(self._given, self._like)
 
     def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Compute only the leaves with these names of the state that the function creates."""
+        """Compute only the named leaves of the state that the function creates."""
         if not self._is_function:
             return {}
         jax: Any = importlib.import_module("jax")
@@ -221,7 +221,7 @@ class Hyperparameters:
 
 
 class StartValues:
-    """The initial hyperparameters of a run, which are saved for each hyperparameter that has changed since."""
+    """The initial values of a run's hyperparameters; each save stores those of hyperparameters that have changed."""
 
     def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
         self._adapter = adapter

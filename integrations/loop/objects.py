@@ -228,7 +228,7 @@ class ComponentAdapter(StateAdapter):
 
 
 class VersionCounters:
-    """Detects changes of live torch tensors by their version counters, which only miss changes by ``tensor.data``."""
+    """Detects changes of live torch tensors by their version counters, which only miss changes via ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
@@ -333,7 +333,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the first path and value of each live object in a state and each value inside it; none without torch."""
+    """Yield the live objects in a state and all values inside them, each with its first path; none without torch."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         queue = [root]

@@ -71,7 +71,7 @@ class PreemptionSignal:
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run must end, which is not the case after a notice from Ray (not a signal)."""
+        """True unless the flag was set by a Ray notice, which is not a signal and lets the run continue."""
         return self.number in signal.valid_signals()
 
     @property
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; if a later handler still calls this one, it only calls the previous one."""
+        """Restore the previous handlers; if a later handler calls this one, it then only calls the previous handler."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ class Resumed:
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, including damaged ones, and the manager's newest step, even if it is local."""
+    """Return the steps in a directory, including damaged ones, and the manager's newest step, even a host-local one."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
@@ -205,7 +205,7 @@ def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
 def _decoded(value: Any) -> Any:
     try:
         return decode_state(value)
-    except StateError:  # it uses a class that the program has not defined so far
+    except StateError:  # the state uses a class that the program has not defined
         return value
 
 

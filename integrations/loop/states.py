@@ -41,7 +41,7 @@ class StateAdapter:
 
     # Texts for error messages: the states that can take weights, their modules, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # whether states are component trees, which need no item for missing extras
+    is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
     empty: Collection[str] = ()  # paths of dicts that are empty in the initial state, whose entries may come and go
     is_live = False  # whether states have live objects or torch tensors, whose gradients earlier versions saved
 

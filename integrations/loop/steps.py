@@ -70,7 +70,7 @@ class Report:
         return min((count for count in left if count is not None), default=None)
 
     def seen(self, positions: Mapping[str, Any]) -> Seen:
-        """Return the values that the witness records; ``positions`` has snapshots of the extras that move."""
+        """Return the values that the witness records; ``positions`` has the snapshots of extras at this step."""
         extras = self.extras
         generators = {
             name: positions[name] if name in positions else state_of(extra)
@@ -119,7 +119,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Thread time excludes delays by other threads, but does not include the time for which actors work.
+            # Thread time excludes delays by other threads, but also the time of actors, so these need wall-clock time.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -154,7 +154,7 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 
 
 class StepSaver:
-    """Refers to the last arguments of ``on_step``, and can save them even after the loop has ended."""
+    """Holds the last arguments of ``on_step``, and can save them even after the loop has ended."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class StepSaver:
         return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
     def _ask(self, look: Callable[[], bool | None]) -> None:
-        """Run a check of the first steps; its StateError is raised, and any other exception is only logged."""
+        """Run a check of the first steps; raise its StateError, but only log any other exception."""
         try:
             self._first_steps = None if look() else self._first_steps
         except StateError:

@@ -187,7 +187,7 @@ class AgreedStop(Stop):
             self._stop = None if stop is None else tuple(stop)
 
     def _decline(self) -> None:
-        """Inform the other processes that this process does not pass further points."""
+        """Inform the other processes that this process will not pass further points."""
         if self._answered:
             return
         self._answered, answer = True, json.dumps(None).encode()
@@ -201,7 +201,7 @@ class AgreedStop(Stop):
 
 
 def _first_open(answers: list[Any]) -> list[int] | None:
-    """Return the first point that no process has passed, or None if any process does not pass further points."""
+    """Return the first point that no process has passed, or None if some process will not pass further points."""
     if None in answers:
         return None
     batches, validated, _ = max(answers)

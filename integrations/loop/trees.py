@@ -45,7 +45,7 @@ class TreeAdapter(StateAdapter):
         self._type: type | None = None
         self._optimizer: Callable[[Any], Any] | None = None  # returns the nnx.Optimizer in a state
         self._count: Any = None  # array with the update count of the nnx.Optimizer in the last state
-        self._fresh: FreshTypes | None = None  # leaf types at the start of the run, or None before it
+        self._fresh: FreshTypes | None = None  # leaf types at the start of the run, or None before that
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
@@ -86,7 +86,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, which each update replaces, or None if it has none."""
+        """Return the update counter of the ``nnx.Optimizer`` (a new array after each update), or None without one."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step

@@ -186,7 +186,7 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # Steps that differ from those before the stop do not belong in the records of the checkpoint of the resume.
+        # A step that differs from before the stop must not be added to the records of the restored checkpoint.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
         return self._last
@@ -233,7 +233,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """Log an exception of the witness or of code that it calls, and turn off the witness instead of training."""
+        """Log an exception of the witness or code that it calls, and disable the witness, but let training continue."""
         try:
             yield
         except Exception as error:
@@ -321,7 +321,7 @@ class Witness:
             logger.warning("%s", text)
 
     def _conclude(self) -> None:
-        """Log one line, only once, that summarizes the comparison."""
+        """Log a one-line summary of the comparison, at most once."""
         if self._has_said:
             return
         self._has_said = True
