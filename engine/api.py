@@ -140,7 +140,7 @@ def load(
             path; containers that occur in several checkpoints become dictionaries.
         like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
-            abstract or not, matches a saved ``nnx.state`` or a dictionary of one, and the result is a new module.
+            abstract or not, matches its saved ``nnx.state`` or nested dictionaries of it; the result is a new module.
             Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses become
             dictionaries.
         select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have

@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` in a call's progress, for work that is counted in other units but reported in bytes."""
+    """A share of ``nbytes`` in a call's progress, for work counted in other units; on exit, all bytes are reported."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

@@ -119,7 +119,7 @@ class StateAdapter:
 
 
 def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of each wanted object in nested dicts, lists and tuples."""
+    """Yield the dotted path and value of each wanted object in dicts, lists and tuples, opening each container once."""
     pending, seen = [("", value)], set[int]()
     while pending:
         path, part = pending.pop()
