@@ -84,7 +84,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
-    """Summarize a step, and add its hard-linked files to ``seen``, which holds those of earlier steps."""
+    """Summarize a step, and add its hard-linked files to ``seen``, which contains the files of earlier steps."""
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))

@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Base class for observers of the runs in a process, whose methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the location to use instead of a given one, which by default is the same.
+        """Return the location to use instead of the given location; by default, both are the same.
 
         Args:
             url: A URL or an absolute path.
