@@ -1,3 +1,3 @@
-"""Storage, retention and resume; handles arrays and files, but no training loops."""
+"""Storage, retention and resume for arrays and files, independent of any training loop."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Saving a tree to a path, and loading it into its own structure or another one."""
+"""Functions that save a tree to a path and load it back, optionally into a template."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ T = TypeVar("T")
 def save(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> SaveReport:
-    """Save a tree; when this returns, the checkpoint is atomic, durable and checksummed.
+    """Save a tree as an atomic and checksummed checkpoint, and return when it is durable.
 
     Args:
-        path: The destination, a path or a URL; nothing may exist there yet.
+        path: The destination, as a path or URL; it must not exist unless ``overwrite`` is true.
         tree: Containers (dict, list, tuple, namedtuple, dataclass, any type registered with JAX) of numpy, JAX and
             torch arrays, Python and numpy scalars, text, bytes and None.
-        overwrite: Replace an existing checkpoint; after a crash, either the old or the new one is there, whole.
+        overwrite: Whether to replace an existing checkpoint. After a crash, either the old or the new one is intact.
         layout: Sizes of chunks, segments and data files.
 
     Returns:
         The report of the save.
 
     Raises:
-        UnsupportedLeafError: Some leaves cannot be saved; the message names each of them. Nothing was written.
-        CheckpointExistsError: Something exists at the path already.
+        UnsupportedLeafError: Some leaves cannot be saved; the message lists all of them. Nothing was written.
+        CheckpointExistsError: The path already exists.
         StorageConflictError: Another save to this path is in progress.
-        OwnershipError: The path is a step in the directory of a run that another process owns.
-        StorageError: The storage refused an operation; nothing is left behind.
+        OwnershipError: The path is a step in a run directory that another process owns.
+        StorageError: A storage operation failed; no partial checkpoint is left behind.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -60,25 +60,25 @@ def save(
 def save_async(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> Future[SaveReport]:
-    """Save a tree in the background; this returns as soon as the tree may be modified again.
+    """Save a tree in the background, and return as soon as the tree may be modified again.
 
-    The checkpoint holds the values at the time this returned. Several saves may be in progress, to different paths;
-    each keeps a copy of its tree in memory. A program waits for them before it exits. If it has not taken an error
-    from the Future by then, the error is logged, and the exit status is not zero.
+    The checkpoint holds the values that the tree had when this function returned. Several saves to different paths may
+    be in progress at once; each keeps a copy of its tree in memory. The program waits for all of them before it exits.
+    An error that was not retrieved from its Future by then is logged, and the exit status is nonzero.
 
     Args:
-        path: The destination, a path or a URL; nothing may exist there yet.
+        path: The destination, as a path or URL; it must not exist unless ``overwrite`` is true.
         tree: As for :func:`save`.
-        overwrite: Replace an existing checkpoint; after a crash, either the old or the new one is there, whole.
+        overwrite: Whether to replace an existing checkpoint. After a crash, either the old or the new one is intact.
         layout: Sizes of chunks, segments and data files.
 
     Returns:
-        A Future with the report of the save, which is then durable. It cannot be cancelled. Its error is a
-        ``SaveFailedError``, chained to the cause of the failure.
+        A Future that resolves to the report of the save once the checkpoint is durable. It cannot be cancelled. If the
+        save fails, its exception is a ``SaveFailedError``, chained to the cause.
 
     Raises:
-        UnsupportedLeafError: Some leaves cannot be saved; the message names each of them. Nothing was written.
-        CheckpointExistsError: Something exists at the path already.
+        UnsupportedLeafError: Some leaves cannot be saved; the message lists all of them. Nothing was written.
+        CheckpointExistsError: The path already exists.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -101,7 +101,7 @@ def load(
     select: Patterns | Mapping[str, Any] | None = None,
     item: str | None = None,
 ) -> Any:
-    """Load a checkpoint, or the newest step of a run, into the containers it was saved with, as numpy arrays."""
+    """Load a checkpoint, or the newest step of a run, as numpy arrays in the saved containers."""
 
 
 @overload
@@ -127,48 +127,48 @@ def load(
     subset: bool = False,
     **unknown: Never,
 ) -> Any:
-    """Load a checkpoint; needs neither the devices nor the frameworks that it was saved from.
+    """Load a checkpoint, without requiring the devices or frameworks that it was saved with.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded. Other libraries' are supported:
-            Orbax, safetensors (a file, or a folder with an index), files of ``torch.save`` or Lightning, folders of
-            torch.distributed.checkpoint, Flax msgpack files, TensorFlow (a prefix such as ``dir/ckpt-5``), the
-            weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), ``.npz`` files, RLlib directories; also
-            a folder of arrays written by TensorStore (zarr v3 in OCDBT), which is loaded as a dictionary of them.
-            A dictionary of patterns and such paths builds one tree from several checkpoints: ``{"encoder/**":
-            "runs/a", "**": "runs/b"}``. Each leaf, identified by its own path, comes from the checkpoint of the first
-            pattern that matches it; containers that several checkpoints share become dictionaries.
+        path: A checkpoint, or a directory of steps, whose newest step is loaded. Other libraries' formats are also
+            supported: Orbax, safetensors (a file, or a folder with an index), files of ``torch.save`` or Lightning,
+            folders of torch.distributed.checkpoint, Flax msgpack files, TensorFlow (a prefix such as ``dir/ckpt-5``),
+            the weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), ``.npz`` files, RLlib directories,
+            and folders of arrays written by TensorStore (zarr v3 in OCDBT), which are loaded as dictionaries.
+            A dictionary from patterns to such paths builds one tree from several checkpoints: ``{"encoder/**":
+            "runs/a", "**": "runs/b"}``. Each leaf is read from the checkpoint of the first pattern that matches its
+            path; containers that occur in several checkpoints become dictionaries.
         like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
-            abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
-            Without a template, the saved containers are returned with numpy arrays, and namedtuples and dataclasses as
+            abstract or not, matches its saved ``nnx.state`` or nested dictionaries of it; the result is a new module.
+            Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses become
             dictionaries.
-        select: Patterns of leaf paths such as ``"params/**"``; only matching leaves are read, and a template has just
-            those. Or a dictionary from patterns to what to read from matching arrays, as an index of numpy's basic
-            indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf applies.
-            Only the chunks that a selection needs are read.
-        item: The item to load, if the checkpoint has several; None loads the only one, or all into a dictionary.
-        cast: Cast leaves whose dtype differs from the template: floats to floats, integers to integers, complex to
-            complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
-            log message (level INFO) lists the cast leaves.
+        select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have
+            exactly those leaves. Alternatively, a dictionary from patterns to basic numpy indexes, each of which
+            selects a part of the matching arrays: ``{"embedding/**": np.s_[:1000], "step": ...}``. The first pattern
+            that matches a leaf applies, and only the required chunks are read.
+        item: The item to load. None loads the only item, or a dictionary of all items if there are several.
+        cast: Whether to cast leaves whose dtype differs from the template: floats to floats, integers to integers, and
+            complex to complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot represent
+            is an error. A log message (level INFO) lists the cast leaves.
         subset: Whether the template may lack leaves of the checkpoint; such leaves are not read.
 
     Returns:
         The tree, or a dictionary of items.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointNotFoundError: There is no checkpoint at the path.
         DamagedCheckpointError: The stored data fails its checks.
-        TreeMismatchError: Template and checkpoint differ; the message lists every mismatched leaf.
-        UnsupportedLeafError: Another library's file holds objects that only running code can restore; the
-            message names them. Nothing was run, and ``select=`` loads the rest.
-        IndexError: ``select`` has an index that does not fit its array.
-        OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes and ``like``
-            is given, or an index for a value that is not an array; ``cast`` or ``subset`` are given without a template;
-            two checkpoints have a path that is not a container with keys in both.
+        TreeMismatchError: The template and the checkpoint differ; the message lists every mismatched leaf.
+        UnsupportedLeafError: Another library's file contains objects that can only be restored by running code; the
+            message names them. No code was run, and ``select=`` can load the other leaves.
+        IndexError: An index in ``select`` does not fit its array.
+        OptionError: ``like`` or ``select`` is given for several items; ``select`` with indexes is combined with
+            ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is given without a
+            template; or two of several checkpoints share a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
-    from .sources import read_checkpoint, read_merged  # imported lazily: a save needs nothing that reads
+    from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it
 
     if like is None and (cast or subset):
         raise OptionError("cast=True and subset=True say how a template is filled: give one with like=")
@@ -199,10 +199,10 @@ def load_async(
         subset: Whether the template may lack leaves, as for :func:`load`.
 
     Returns:
-        A Future with what :func:`load` returns, or with the error that it raises. It cannot be cancelled, and a program
-        waits for it before it exits.
+        A Future with the result of :func:`load`, or the exception that it raises. It cannot be cancelled, and the
+        program waits for it before it exits.
     """
-    from concurrent.futures import Future  # imported lazily: a save does not need it
+    from concurrent.futures import Future  # imported lazily, because synchronous calls do not need it
 
     refuse_unknown("load_async", unknown, load_async)
     arguments: dict[str, Any] = {"like": like, "select": select, "item": item, "cast": cast, "subset": subset}
@@ -257,19 +257,19 @@ def load_transformed(
     default_to_original: bool = True,
     item: str | None = None,
 ) -> Any:
-    r"""Load what :func:`apply_transformations` would take from a checkpoint, without reading anything else.
+    r"""Load a checkpoint through :func:`apply_transformations`, reading only the leaves that the result needs.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded; other libraries' are supported.
+        path: A checkpoint, or a directory of steps, whose newest step is loaded, as for :func:`load`.
         transformations: :class:`Transform` objects by key. ``value_fn`` receives a numpy array or a Python
-            value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read a leaf when it is
-            indexed. Functions receive read-only arrays; their results must fit the new tree.
-        new_tree: The template: its containers, array libraries and shardings determine the result, and its dtypes
-            and shapes are checked. ``...`` takes the saved leaf. Leaves that are kept need values; all others may be
-            abstract, such as ``jax.ShapeDtypeStruct``.
-        default_to_original: Whether keys that no transformation names come from the checkpoint if it has them (True)
+            value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read each leaf when it is
+            accessed. Both receive read-only arrays, and their results must fit the new tree.
+        new_tree: The template. Its containers, array libraries and shardings determine the result, and its dtypes
+            and shapes are checked. ``...`` stands for the saved leaf. Leaves that keep the value of the new tree must
+            have one; all others may be abstract, such as ``jax.ShapeDtypeStruct``.
+        default_to_original: Whether keys without a transformation come from the checkpoint if it has them (True)
             or from the new tree (False).
-        item: The item to load, if the checkpoint has several trees.
+        item: The item to load; required if the checkpoint has several trees.
 
     Returns:
         A tree with the containers of the new tree.
@@ -277,8 +277,8 @@ def load_transformed(
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or no such item.
         DamagedCheckpointError: Required data fails its checks.
-        OptionError: A transformation is invalid, or there are several items and none is named.
-        TreeMismatchError: Some keys cannot be filled from the checkpoint; the message names all of them.
+        OptionError: A transformation is invalid, or ``item`` is missing although there are several items.
+        TreeMismatchError: Some keys cannot be filled from the checkpoint; the message lists all of them.
 
     >>> import tempfile, numpy as np
     >>> from holdfast import Transform, save

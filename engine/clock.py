@@ -1,4 +1,4 @@
-"""The clock, which tests can replace; durations such as ``"15m"``; rates and sizes."""
+"""A clock that tests can replace, and functions that parse and format durations, rates and sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import OptionError
 
 
 class Clock(Protocol):
-    """A time source."""
+    """Protocol of a time source."""
 
     def now(self) -> float:
         """Return the wall-clock time in seconds since 1970-01-01 UTC; it may jump in either direction."""
@@ -41,7 +41,7 @@ Duration = float | int | str | datetime.timedelta
 
 
 def seconds(duration: Duration, *, name: str = "duration") -> float:
-    """Convert a duration to seconds, such as "1h30m" to 5400.0."""
+    """Convert a duration, such as "1h30m", to seconds."""
     value: object = duration
     if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
@@ -71,7 +71,7 @@ _RATE = r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)"
 
 
 def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
-    """Convert a rate, such as "50 MB/s", "1.5GiB" or 1000, to bytes a second."""
+    """Convert a rate, such as "50 MB/s", "1.5GiB" or 1000, to bytes per second."""
     value: object = rate
     if isinstance(rate, str):
         match = re.fullmatch(_RATE, rate.strip(), re.IGNORECASE)
@@ -82,7 +82,7 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
 
 
 def format_size(number: int) -> str:
-    """Format a number of bytes in powers of 1000, such as "1.2 MB"."""
+    """Format a number of bytes with a decimal unit, such as "1.2 MB"."""
     if number < 1000:
         return f"{number} B"
     value = float(number)
@@ -94,7 +94,7 @@ def format_size(number: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as in options, such as "1h30m", "1m30.5s" or "0.25s"."""
+    """Format a duration in the syntax that options accept, such as "1h30m", "1m30.5s" or "0.25s"."""
     rest = round(seconds, 3)
     parts = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -103,6 +103,6 @@ def format_duration(seconds: float) -> str:
             parts.append(f"{count:.0f}{unit}")
     rest = round(rest, 3)
     if rest or not parts:
-        # the rounding above turns durations below a millisecond into zero
+        # Durations below half a millisecond were rounded to zero above.
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)

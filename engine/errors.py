@@ -1,29 +1,29 @@
-"""All errors that holdfast raises on purpose, and the exit statuses of programs.
+"""The exceptions that holdfast raises deliberately, and the exit statuses of programs.
 
 ::
 
     HoldfastError
     ├── CheckpointNotFoundError      (FileNotFoundError)   nothing saved at this path or step
-    ├── CheckpointExistsError        (FileExistsError)     a save would replace data it must not
+    ├── CheckpointExistsError        (FileExistsError)     a save would replace data that it must keep
     ├── DamagedCheckpointError       (ValueError)          stored data fails its own checks
     ├── FormatVersionError           (ValueError)          written by a newer holdfast, or not by holdfast
-    ├── UnsupportedLeafError         (TypeError)           a leaf of a kind that cannot be saved or loaded
+    ├── UnsupportedLeafError         (TypeError)           a leaf cannot be saved or loaded
     ├── TreeMismatchError            (ValueError)          template and checkpoint differ
-    ├── UnmatchedObjectsError        (AssertionError)      objects and a checkpoint do not match as asserted
+    ├── UnmatchedObjectsError        (AssertionError)      objects and a checkpoint do not match
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
-    ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but none of them is whole
+    ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but all of them are damaged
     ├── OptionError                  (ValueError)          an option has an invalid value
-    │   └── UnknownArgumentError     (TypeError)           a handler or options dataclass does not know an argument
+    │   └── UnknownArgumentError     (TypeError)           a handler, callback or options class got an unknown argument
     ├── StateError                   (RuntimeError)        the object's state does not allow a call
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
     ├── NotAllowedError              (PermissionError)     a checkpoint names code that is not allowed
     ├── BarrierTimeoutError          (TimeoutError)        other processes of this program did not answer in time
     ├── PeerFailedError              (RuntimeError)        another process of this program failed
-    └── StorageError                 (OSError)             the file system or object store refused
+    └── StorageError                 (OSError)             a file system or object store operation failed
         ├── ObjectNotFoundError      (FileNotFoundError)   no such file or object
-        ├── StoragePermissionError   (PermissionError)     not allowed
-        ├── StorageFullError                               no space, or a quota is used up
-        ├── StorageConflictError                           another process changed the object meanwhile
+        ├── StoragePermissionError   (PermissionError)     the operation is not permitted
+        ├── StorageFullError                               no space left, or a quota exceeded
+        ├── StorageConflictError                           another process changed the object concurrently
         ├── StorageUnavailableError  (ConnectionError)     the service did not answer; retrying may help
         └── InvalidLocationError     (ValueError)          a path or URL that cannot be used
 
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 
 
 class HoldfastError(Exception):
-    """Base class of all errors that holdfast raises on purpose."""
+    """Base class of all exceptions that holdfast raises deliberately."""
 
 
 class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
@@ -48,10 +48,10 @@ class CheckpointExistsError(HoldfastError, FileExistsError):
 
 
 class DamagedCheckpointError(HoldfastError, ValueError):
-    """Stored bytes are truncated, altered or missing: they fail their own checks.
+    """Stored data is truncated, altered or missing, and therefore fails its checks.
 
     Attributes:
-        unreadable: Whether the file system failed to read some of them, so that a later attempt may succeed.
+        unreadable: Whether the file system failed to read some of the data, in which case a retry may succeed.
     """
 
     def __init__(self, message: str, *, unreadable: bool = False) -> None:
@@ -64,7 +64,7 @@ class FormatVersionError(HoldfastError, ValueError):
 
 
 class UnsupportedLeafError(HoldfastError, TypeError):
-    """A leaf cannot be saved, in which case nothing was written; or it cannot be loaded safely."""
+    """A leaf cannot be saved or loaded safely; a save that raises this error has not written anything."""
 
 
 class TreeMismatchError(HoldfastError, ValueError):
@@ -80,7 +80,7 @@ class TreeMismatchError(HoldfastError, ValueError):
 
 
 class UnmatchedObjectsError(HoldfastError, AssertionError):
-    """An assertion on a restore status failed: objects and the checkpoint do not match.
+    """An assertion on a restore status failed because the objects and the checkpoint do not match.
 
     Attributes:
         report: The objects and values that matched, and those that did not.
@@ -92,7 +92,7 @@ class UnmatchedObjectsError(HoldfastError, AssertionError):
 
 
 class SaveFailedError(HoldfastError, RuntimeError):
-    """A background save failed; its cause is chained.
+    """A background save failed; the cause is chained to this exception.
 
     Attributes:
         step: The step that was not saved; None outside a manager.
@@ -112,11 +112,11 @@ class OptionError(HoldfastError, ValueError):
 
 
 class UnknownArgumentError(OptionError, TypeError):
-    """A handler, a callback or an options dataclass was given an argument that it does not know."""
+    """A handler, a callback or an options dataclass received an unknown argument."""
 
 
 class StateError(HoldfastError, RuntimeError):
-    """The object is not in a state that allows this call, such as a closed manager."""
+    """The object's state does not allow this call, for example because a manager is closed."""
 
 
 class OwnershipError(HoldfastError, RuntimeError):
@@ -131,7 +131,7 @@ class BarrierTimeoutError(HoldfastError, TimeoutError):
     """Other processes of this program did not answer in time; the message names them.
 
     Attributes:
-        missing: The processes that did not answer.
+        missing: The indexes of the processes that did not answer.
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
@@ -143,7 +143,7 @@ class PeerFailedError(HoldfastError, RuntimeError):
     """Another process of this program failed during a collective operation; the message says which one, and why.
 
     Attributes:
-        process: The process that failed.
+        process: The index of the process that failed.
     """
 
     def __init__(self, message: str, process: int) -> None:
@@ -152,23 +152,23 @@ class PeerFailedError(HoldfastError, RuntimeError):
 
 
 class StorageError(HoldfastError, OSError):
-    """The file system or object store refused an operation."""
+    """An operation of the file system or object store failed."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
-    """No such file or object."""
+    """The file or object does not exist."""
 
 
 class StoragePermissionError(StorageError, PermissionError):
-    """The file system or object store does not allow the operation."""
+    """The file system or object store does not permit the operation."""
 
 
 class StorageFullError(StorageError):
-    """No space is left, or a quota is used up."""
+    """No space is left, or a quota is exceeded."""
 
 
 class StorageConflictError(StorageError):
-    """Another process changed the object in the meantime."""
+    """Another process changed the object during the operation."""
 
 
 class StorageUnavailableError(StorageError, ConnectionError):
@@ -176,11 +176,11 @@ class StorageUnavailableError(StorageError, ConnectionError):
 
 
 class InvalidLocationError(StorageError, ValueError):
-    """A path or URL that cannot be used as a location."""
+    """The path or URL cannot be used as a location."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's message and notes, for another process or a log that does not receive the error itself."""
+    """Return an error's message and notes, for a log or a process that does not receive the exception itself."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -190,42 +190,42 @@ def difference(path: str, expected: object, found: object, origin: str = "progra
 
 
 def shortened(values: Iterable[object], most: int = 8) -> str:
-    """Join the first values with commas, and add the number of omitted ones."""
+    """Join the first values with commas, and append the number of omitted values."""
     shown = [str(value) for value in values]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def shortened_steps(steps: Iterable[int]) -> str:
-    """Join steps with commas; if there are many, show only the first and last ones."""
+    """Join steps with commas, keeping only the first and last steps of a long list."""
     shown = [str(step) for step in steps]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
 def shortened_text(text: str) -> str:
-    """Return a text, cut off if it is long."""
+    """Truncate a text to 60 characters."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Return the first 20 lines, and a line with the number of omitted ones."""
+    """Return at most 20 lines, plus a line with the number of omitted lines if there are more."""
     return [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else list(lines)
 
 
 def itemized(headline: str, lines: Sequence[str]) -> str:
-    """Return a headline followed by indented lines; if there are many, only the first ones."""
+    """Return a headline followed by indented lines, of which at most 20 are shown."""
     return "\n  ".join([headline, *first_lines(lines)])
 
 
-# ---- exit statuses of the command, and of a program that was preempted
+# ---- exit statuses of the command-line tool and of preempted programs
 
 DONE = 0
 FAILED = 1
-"""An error; for ``holdfast verify``: something is damaged."""
+"""An error occurred, or ``holdfast verify`` found damage."""
 BAD_USAGE = 2
-"""Arguments, a configuration, or a directory without checkpoints: running the same again will not help."""
+"""The arguments or the configuration are invalid, or a directory has no checkpoints; a retry will not help."""
 PREEMPTED = 75
-"""Preempted and saved: run the same command again (``EX_TEMPFAIL`` of ``sysexits.h``)."""
+"""The run was preempted after a save; run the same command again (``EX_TEMPFAIL`` in ``sysexits.h``)."""
 NO_PROGRESS = 93
-"""``holdfast supervise``: restarts make no progress."""
+"""``holdfast supervise`` gave up because restarts made no progress."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells report it."""
+"""The program was interrupted by Ctrl-C; shells report the same status."""

@@ -1,8 +1,8 @@
 """Fingerprints of the objects that determine a program's next steps: random generators, iterators and other values.
 
-A rehearsal takes them at every step of an undisturbed run and of an interrupted one: an object that differs at the same
-step was not restored. The search starts from the variables of running functions and of the program's own modules, and
-uses only accessors without side effects, so that it does not change the program.
+A rehearsal takes fingerprints at every step of an uninterrupted run and of an interrupted run. An object whose
+fingerprints differ at the same step was not restored. The search starts from the variables of running functions and of
+the program's own modules. It uses only accessors without side effects, to leave the program unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # digest of the operating system's generator, whose draws leave no trace
+STATELESS = "no state"  # digest of a generator that draws from the operating system
 
 
 class Fact(NamedTuple):
@@ -44,14 +44,14 @@ class Fact(NamedTuple):
     digest: str  # digest of the object's state
 
 
-_Space = tuple[str, str, dict[str, Any]]  # (name prefix, place in the program, variables)
+_Space = tuple[str, str, dict[str, Any]]  # (name prefix, function or module, variables)
 
-_OBJECTS = 5000  # maximum number of objects to visit at a step: in functions, and again in modules
-_SECONDS = 0.5  # time limit in seconds for each of the two
+_OBJECTS = 5000  # maximum number of objects to visit per step, separately for functions and modules
+_SECONDS = 0.5  # time limit in seconds per step, separately for functions and modules
 _DEPTH = 7
-_ITEMS = 64  # maximum number of items to visit in a container
-_BYTES = 4 << 20  # maximum number of bytes of an array to hash
-_TEXT = 200  # maximum number of characters in a text value
+_ITEMS = 64  # maximum number of items to visit per container
+_BYTES = 4 << 20  # maximum size in bytes of an array to hash
+_TEXT = 200  # maximum length in characters of a text value
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
@@ -66,13 +66,13 @@ _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints at each step, and returns the changes."""
+    """Takes fingerprints at each step, and compares them with those of the previous step."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
 
     def changes(self) -> dict[str, Fact | None]:
-        """Return facts that are new or changed since the last call, with None for those that are gone."""
+        """Return the facts that are new or have changed since the last call; objects that are gone map to None."""
         now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
@@ -83,7 +83,7 @@ class Fingerprints:
 def facts() -> dict[str, Fact]:
     """Return the fingerprints of all objects reachable from running functions and modules, by name."""
     by_name = dict(_global_generators())
-    # Functions come first, so that the variables of many modules cannot use up their limits.
+    # Search functions and modules separately, because the variables of many modules would exhaust a common limit.
     groups = [list(_functions()), list(_modules())]
     visited = {id(space) for group in groups for _, _, space in group}
     looked: list[tuple[str, Any]] = []  # references that keep objects alive, so that ids are not reused
@@ -94,7 +94,7 @@ def facts() -> dict[str, Fact]:
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # only a for statement may hold a loader
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # a for statement may hold the only reference
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -114,8 +114,8 @@ def not_handed_over() -> list[str]:
 
 
 def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], looked: list[tuple[str, Any]]) -> None:
-    """Add the fingerprints of the objects that variables refer to, nearest first."""
-    queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
+    """Add the fingerprints of objects reachable from variables, in breadth-first order."""
+    queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, function or module, object, depth, owner's type
     for prefix, where, space in spaces:
         named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
         queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in named)
@@ -137,7 +137,7 @@ def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], loo
                 by_name.setdefault(name, Fact(fact[0], type(obj).__qualname__, where, fact[1]))
             if depth < _DEPTH:
                 queue.extend((f"{name}{key}", where, part, depth + 1, type(obj)) for key, part in _parts(obj))
-        except Exception:  # An object's own code may fail, such as an array whose memory was donated.
+        except Exception:  # accessing an object may raise anything, for example if an array's buffer was donated
             continue
 
 
@@ -165,14 +165,14 @@ def _modules() -> Iterator[_Space]:
             yield "", "the program", dict(vars(module))
 
 
-@cache  # called for every module at every step
+@cache  # because it is called for every module at every step
 def _is_own(file: str) -> bool:
     path = os.path.abspath(file)
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object, each with a name suffix."""
+    """Yield the objects that an object refers to, each with a name suffix."""
     if isinstance(obj, dict):
         for key, value in itertools.islice(list(obj.items()), _ITEMS):
             yield f"[{key!r:.40}]", value
@@ -198,7 +198,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(cls: type) -> bool:
-    """Return whether to visit the attributes of a class: one defined by the program, or a data loader."""
+    """Return whether to visit the attributes of a class, which must belong to the program or to a data loader."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__.startswith(_OPEN):
         return True
@@ -223,7 +223,7 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
                     yield name, descriptor.__get__(obj, cls)
 
 
-# ---- what an object is
+# ---- kinds and digests of objects
 
 
 def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # the count, because the key never changes
+        count = getattr(obj.count, "_raw_value", obj.count)  # the key never changes, only the count does
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)
@@ -285,7 +285,7 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
 
 
 def _is_position(cls: type) -> bool:
-    """Return whether plain attributes of a class may hold a position in data."""
+    """Return whether plain attributes of a class's instances may hold a position in the data."""
     names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

@@ -1,4 +1,4 @@
-"""The equivalents of Orbax, Lightning, Ray and RLlib arguments in holdfast, or what to do instead."""
+"""Hints for error messages: the holdfast equivalents of Orbax, Lightning, Ray and RLlib names and arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FOREIGN: Mapping[str, str] = {
     "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
     "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
     "single_host_load_and_broadcast": "here it is load_and_broadcast of CheckpointManagerOptions",
-    # arguments of managers that path functions do not take
+    # arguments of managers that functions with a path argument do not take
     "step": "give the path of the step, such as runs/digits/400; the path of a run is that of its newest step",
     # arguments of Orbax's handlers
     "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
@@ -63,7 +63,7 @@ _FOREIGN: Mapping[str, str] = {
     "checkpointables": 'here managers take a dictionary of items: manager.save(step, {"state": tree})',
     "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
-    # our own option, which not every function takes
+    # an option of holdfast that not every function takes
     "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
     # arguments of Ray
     "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
@@ -110,12 +110,12 @@ _FOREIGN_OBJECTS: Mapping[str, str] = {
 
 
 def object_instead_of(name: str) -> str:
-    """Return a message suffix with the equivalent of an Orbax name; "" for other names."""
+    """Return a message suffix that suggests the equivalent of an Orbax name, or "" for other names."""
     return f": {_FOREIGN_OBJECTS[name]}" if name in _FOREIGN_OBJECTS else ""
 
 
 class ExplainsNames:
-    """Base of classes whose AttributeError suggests the equivalent of an Orbax attribute."""
+    """Base class whose AttributeError suggests the equivalent of an Orbax attribute."""
 
     if not TYPE_CHECKING:
 
@@ -126,15 +126,15 @@ class ExplainsNames:
 
 
 def foreign_hint(name: str) -> str:
-    """Return a message suffix with the equivalent of another library's argument, or ""."""
+    """Return a message suffix that suggests the equivalent of another library's argument, or ""."""
     return f": {_FOREIGN[name]}" if name in _FOREIGN else ""
 
 
 def instead_of(name: str, accepted: Collection[str]) -> str:
-    """Return a message suffix with the equivalent of an unknown argument, or the closest name."""
+    """Return a message suffix that suggests the equivalent of an unknown argument, or else the closest name."""
     if hint := foreign_hint(name):
         return hint
-    import difflib  # imported lazily: only errors need it
+    import difflib  # imported lazily, because only error messages need it
 
     close = difflib.get_close_matches(name, accepted, n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -143,7 +143,7 @@ def instead_of(name: str, accepted: Collection[str]) -> str:
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """Raise UnknownArgumentError if there are unknown arguments; list the function's keyword-only arguments."""
+    """Raise UnknownArgumentError, listing the accepted keyword-only arguments, if there are unknown arguments."""
     if unknown:
         parameters = inspect.signature(function).parameters.items()
         accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]
@@ -153,13 +153,13 @@ def refuse_unknown(
 
 
 def refuse_unexpected(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown name, suggesting the equivalent of another library's name."""
+    """Raise UnknownArgumentError for the first unknown argument, suggesting its equivalent or the closest name."""
     for name in unknown:
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, accepted)}")
 
 
 def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
-    """Decorate a function or dataclass so that its error about an unknown argument suggests the equivalent."""
+    """Decorate a function or dataclass so that errors about unknown arguments suggest an equivalent."""
     if isinstance(function, type):
         type.__setattr__(function, "__init__", explains_arguments(vars(function)["__init__"], refuse))
         return function

@@ -1,7 +1,7 @@
 """Locks and properties that a forked process, such as a data loader's worker, can safely inherit.
 
-Only the forking thread continues in the child. A lock held by another thread at that moment would stay locked there
-forever, so every lock that a child may use is a :class:`Lock`, and properties use no locks.
+Only the forking thread continues in the child, where a lock that another thread held during the fork would stay locked
+forever. Every lock that a child may use is therefore a :class:`Lock`, and cached properties use no locks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Lock:
-    """A ``threading.Lock``, or an ``RLock`` if ``reentrant``, that is unlocked in a forked process."""
+    """A ``threading.Lock``, or an ``RLock`` if ``reentrant``, that is always unlocked in a newly forked process."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         self._make = threading.RLock if reentrant else threading.Lock

@@ -1,6 +1,6 @@
-"""Random generators: the global ones of Python, numpy and torch, as used by ``torch.randn``, and individual ones.
+"""The states of random generators: the global generators of Python, numpy and torch, and individual generators.
 
-Only libraries that the program has imported are used. JAX has no global generators.
+Torch's generators are ignored if the program has not imported torch. JAX has no global generators.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .errors import DamagedCheckpointError, OptionError, shortened
 from .pytree import is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
-"""The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
+"""Keys of a saved state: the generators that any step has drawn from, and the generators that no step has drawn from.
 
-An idle generator may be unseeded, so that its state differs between two runs of one program.
+An idle generator may be unseeded, and its state may therefore differ between runs of the same program.
 """
 
-_SEEDS = "seed_seq"  # in the state of a numpy Generator that has spawned others: determines the next ones spawned
-_DEVICES = ("cuda", "xpu")  # torch device types with a default generator per device
+_SEEDS = "seed_seq"  # key of the seed sequence that a numpy Generator spawns from, saved if it has spawned others
+_DEVICES = ("cuda", "xpu")  # torch device types that have a default generator per device
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _EXACT = {int, str, bytes}
 _has_mps = cache(lambda torch: bool(torch.backends.mps.is_available()))
@@ -48,7 +48,7 @@ def capture() -> dict[str, Any]:
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the result of :func:`capture` to a tree with one array for each generator."""
+    """Convert the result of :func:`capture` to a tree of arrays."""
     return {name: _array_of(name, state) for name, state in states.items()}
 
 
@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the generators to states from :func:`as_tree`; return the names of those that this process lacks."""
+    """Set the global generators to states from :func:`as_tree`; return the names of those missing in this process."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # as the first version saved it in Lightning runs
+    if isinstance(saved, dict):  # the format that the first version saved in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None
@@ -129,7 +129,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         arrays, text = leaves_of(state)
         sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            # Skip JAX arrays that are not ready, because reading would wait, and those on a device that cannot be read.
+            # Skip JAX arrays that are not ready, because reading them would block, and arrays that cannot be read.
             with contextlib.suppress(Exception):
                 plain = jax.random.key_data(array) if is_jax_array(array) and is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():
@@ -138,7 +138,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
 
 
 class GlobalGenerators:
-    """The global generators as a stateful object; set last, after all objects whose restore may draw from them."""
+    """The global generators as a stateful object, restored after all objects whose restore may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -158,13 +158,13 @@ class GlobalGenerators:
         }
 
     def set_state(self, state: Any) -> None:
-        """Hold saved states until :meth:`begin`."""
+        """Keep saved states until :meth:`begin` applies them."""
         if not isinstance(state, dict) or not all(isinstance(state.get(part), dict) for part in (DRAWN, IDLE)):
             raise DamagedCheckpointError(f"global_generators: expected drawn and idle ones, found {state!r:.80}")
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the restored states, if any; return the used ones that this process lacks."""
+        """Apply the restored states, if any, and return the names of drawn generators that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -173,12 +173,12 @@ class GlobalGenerators:
         return [name for name in missing if name.partition(":")[0] in self._drawn]
 
     def set_back(self) -> None:
-        """Reset the generators to their states at :meth:`begin`."""
+        """Reset the generators to the states that they had after :meth:`begin`."""
         restore(as_tree(self._begun))
 
 
 def same_state(left: Any, right: Any) -> bool:
-    """Return whether two states are equal; True also if this cannot be determined."""
+    """Return whether two states are equal, or True if they cannot be compared."""
     try:
         return _equal(left, right)
     except Exception:  # states may hold arbitrary objects, whose comparison may raise anything
@@ -202,12 +202,12 @@ def _equal(left: Any, right: Any) -> bool:
         return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
     if type(left).__eq__ is without and type(right).__eq__ is without:
-        return True  # identity does not tell whether such objects are equal
+        return True  # such objects compare by identity, which does not show whether they are equal
     return bool(left == right)
 
 
 def differing_parts(left: Any, right: Any) -> str:
-    """Return the paths at which two states differ, as message text."""
+    """Return a text that lists the paths at which two states differ."""
     return shortened(sorted(_differing(left, right)))
 
 
@@ -257,12 +257,12 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state from :func:`generator_state`, possibly after saving and loading it."""
+    """Set a generator to a state from :func:`generator_state`, which may have been saved and loaded."""
     if isinstance(generator, np.random.Generator):
-        # Some numpy bit generators accept their words only as arrays; loading keeps them arrays.
+        # Some numpy bit generators only accept words in an array, and loading returns them in an array.
         own: Any = generator.bit_generator
         own.state = state
-        with contextlib.suppress(KeyError, TypeError):  # none spawned, or numpy before 2.0, which does not accept it
+        with contextlib.suppress(KeyError, TypeError):  # the generator has spawned none, or numpy is older than 2.0
             own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:

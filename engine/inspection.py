@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint, for programs and users; and verification."""
+"""Summaries of the leaves in a checkpoint, and verification of its data."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from .storage import Location, Place, as_location
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafSummary:
-    """One leaf of a checkpoint.
+    """A summary of one leaf of a checkpoint.
 
     Attributes:
-        item: The item it belongs to; ``state/own/1`` for what process 1 alone saved of its objects.
-        path: Its path in the tree, such as ``params/Dense_0/kernel``.
-        kind: Its kind when it was saved: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
-        shape: Its shape; ``()`` for a value that is not an array.
-        dtype: The name of its dtype, or None for a value that is not an array.
-        sharding: Its sharding over devices when it was saved, or ``""``.
-        bytes: The size of its elements in bytes.
-        value: The value of a leaf that is not an array, shortened; None for arrays.
+        item: The item that contains the leaf; ``state/own/1`` for objects that process 1 saved for itself.
+        path: The path of the leaf in the tree, such as ``params/Dense_0/kernel``.
+        kind: The kind of the saved leaf: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
+        shape: The shape of the array; ``()`` for a value that is not an array.
+        dtype: The name of the dtype, or None for a value that is not an array.
+        sharding: The sharding of the saved array over devices, or ``""``.
+        bytes: The size of the elements in bytes.
+        value: The value of a leaf that is not an array, truncated if it is long; None for arrays.
     """
 
     item: str
@@ -59,15 +59,15 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: The step, for a directory of steps; None is the newest.
+        step: The step to describe in a directory of steps; None selects the newest step.
 
     Returns:
-        The leaves, item by item, in tree order.
+        A summary of each leaf, grouped by item and in tree order.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        DamagedCheckpointError: Its structure fails its checks.
-        OptionError: Steps with several prefixes have this number, such as ``a-1`` and ``b-1``.
+        DamagedCheckpointError: The structure of the checkpoint fails its checks.
+        OptionError: The step is ambiguous because several prefixes have it, such as ``a-1`` and ``b-1``.
     """
     return read_checkpoint(as_location(path), _leaf_summaries, step)
 
@@ -114,18 +114,18 @@ def _value_text(leaf: SavedLeaf) -> str:
 
 _LISTINGS = 3  # attempts to list the steps, in case a run deletes all of them before they are read
 
-# ---- verification: every byte is read and checked; problems are named file by file and leaf by leaf
+# ---- verification, which checks every byte and reports problems by file and leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointVerification:
-    """The problems found by reading a checkpoint.
+    """The result of verifying one checkpoint.
 
     Attributes:
-        step: Its step, or None outside a manager's directory.
-        path: Its directory.
+        step: The step, or None outside a manager's directory.
+        path: The directory of the checkpoint.
         bytes: The number of bytes read and checked.
-        problems: The problems found; empty if it is whole.
+        problems: The problems found; empty if the checkpoint is intact.
     """
 
     step: int | None
@@ -136,11 +136,11 @@ class CheckpointVerification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The problems that were found by reading checkpoints.
+    """The results of verifying one or more checkpoints.
 
     Attributes:
-        checkpoints: One entry per checkpoint: by name, in ascending order of steps.
-        strays: Folders that are named like a step and hold files, but are not checkpoints; they are left alone.
+        checkpoints: One result per checkpoint, sorted by prefix and step.
+        strays: Folders that are named like a step and contain files, but are not checkpoints; they are not verified.
     """
 
     checkpoints: tuple[CheckpointVerification, ...]
@@ -148,7 +148,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether there are any checkpoints, and all of them are whole."""
+        """True if there is at least one checkpoint, and all of them are intact."""
         return bool(self.checkpoints) and not any(checkpoint.problems for checkpoint in self.checkpoints)
 
 
@@ -157,15 +157,15 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: The step, for a directory of steps; None is all of them.
-        progress: Receives the number of bytes to read, and the progress.
+        step: The step to verify in a directory of steps; None verifies all steps.
+        progress: An object that receives the number of bytes to read, and the progress.
 
     Returns:
-        The problems found, by file and leaf.
+        A report of the problems in each checkpoint, by file and leaf.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        OptionError: Steps with several prefixes have this number, such as ``a-1`` and ``b-1``.
+        OptionError: The step is ambiguous because several prefixes have it, such as ``a-1`` and ``b-1``.
     """
     progress = progress or NULL
     for _ in range(_LISTINGS):
@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory; None if a run has deleted it meanwhile (deletions remove the record first)."""
+    """Verify a step in a directory; return None if a run has deleted the step, and thus its record, in the meantime."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None
@@ -208,7 +208,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
         for problem in _verify_item(location / item.folder, item, share.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
-    # Some files of an item may belong to none of its trees, such as records of components.
+    # Some files of an item, such as records of components, do not belong to any of its trees.
     read = {path for part in parts.values() for path in part.paths}
     others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged: report the files that differ, or else this error
+    except HoldfastError as error:  # the structure is damaged, so report the files that differ or this error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

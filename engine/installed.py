@@ -1,4 +1,4 @@
-"""How this copy of holdfast was installed: the command to add extras, and detection of another project's package."""
+"""The command that installs extras for this copy of holdfast, and detection of another project's package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = "holdfast-checkpoint"  # distribution name, because ``holdfast`` on PyPI
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs extras, from the same origin as this copy."""
+    """Return the command that installs extras from the same origin as this copy."""
     wanted = f"[{','.join(extras)}]"
     match _origin():
         case {"url": str(url), "dir_info": dict(folder)}:
@@ -26,11 +26,11 @@ def install_command(*extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Return pip's record of where a distribution comes from if not from an index (PEP 610); otherwise {}."""
+    """Return pip's record of this distribution's origin (PEP 610), or {} if it was installed from an index."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a source checkout on the path, perhaps not installed
+    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a source checkout, which need not be installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
-    from importlib.metadata import PackageNotFoundError, distribution  # imported lazily: only errors need it
+    from importlib.metadata import PackageNotFoundError, distribution  # imported lazily, because only errors need it
 
     try:
         text = distribution(_NAME).read_text("direct_url.json")
@@ -45,7 +45,7 @@ def tell_of_stranger(folder: str) -> None:
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as entries:
-        if "holdfast.cli" in entries.read():  # earlier versions of this project had this name
+        if "holdfast.cli" in entries.read():  # earlier versions of this project used this name
             return
     sys.stderr.write(
         f"holdfast: another project's package `holdfast` is installed beside {_NAME}, in the same folder. To mend it: "

@@ -1,4 +1,4 @@
-"""Listing the steps in a directory; imports no array code, so that ``holdfast ls`` answers at once."""
+"""Functions that list the steps in a directory, without importing array code, which would slow down ``holdfast ls``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _STRAY = f"no {RECORD}: not a checkpoint, and left alone until `holdfast rm` del
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """One step in a directory.
+    """A summary of one step in a directory.
 
     Attributes:
-        step: The step.
-        path: Its directory.
-        time: When it was committed, in seconds since 1970-01-01 UTC; None if it is damaged.
-        bytes: The total size of its files in bytes.
-        shared_bytes: Bytes of its files that other steps share by hard links: deleting this step alone does not free
-            them, and a copy elsewhere takes them in full.
-        added_bytes: Bytes of its files that no earlier step in the list has: their sum over all steps is the disk
-            space that the steps take.
-        metrics: The metrics stored with it, or None.
-        reason: Why it was saved.
-        kept: Why it is kept, as far as this is known.
-        damage: The problem with its record or the sizes of its files, or None.
+        step: The step number.
+        path: The directory of the step.
+        time: The commit time, in seconds since 1970-01-01 UTC; None if the step is damaged.
+        bytes: The total size of the step's files in bytes.
+        shared_bytes: The size in bytes of files that other steps share through hard links. Deleting only this step
+            does not free these bytes, but a copy of the step contains them.
+        added_bytes: The size in bytes of files that no earlier step in the list contains. The sum over all steps is
+            the disk space that they occupy.
+        metrics: The metrics stored with the step, or None.
+        reason: The reason why the step was saved.
+        kept: The reasons why the step is kept, if they are known.
+        damage: The problem with the commit record or the file sizes, or None.
     """
 
     step: int
@@ -48,17 +48,17 @@ class CheckpointSummary:
 
 
 def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
-    """List the steps in a directory; reads only their records and file sizes.
+    """List the steps in a directory, reading only their commit records and file sizes.
 
     Args:
         directory: A manager's directory, or another library's directory of steps. Steps with several prefixes, such as
             ``a-1`` and ``b-1``, are all listed.
 
     Returns:
-        The steps, including damaged ones and folders without a commit record: by name, in ascending order.
+        The steps, including damaged steps and folders without a commit record, sorted by prefix and step.
 
     Raises:
-        CheckpointNotFoundError: Nothing exists at this path.
+        CheckpointNotFoundError: The directory does not exist.
     """
     location = as_location(directory).snapshot()
     if not location.exists():
@@ -66,17 +66,17 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     steps = find_steps(location)
     if steps.entries and not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # With several series, the stored options do not tell which one they belong to.
+    # If there are several series, it is unknown to which of them the stored options belong.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # Only the run's program has the function that ranks its steps, so the reasons are unknown here.
+    # A function that ranks the steps exists only in the run's program, so the reasons are unknown here.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, summary in zip(steps.entries, summaries, strict=True):
         if summary.damage and entry.record is not None and has_changed(entry.location, entry.record):
-            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
+            return list_checkpoints(directory)  # a run has replaced or deleted the step in the meantime
     strays = stray_folders(location, None, steps.entries)
     series = {str(entry.location): entry.series for entry in (*steps.entries, *strays)}
     summaries += [CheckpointSummary(step=entry.step, path=str(entry.location), damage=_STRAY) for entry in strays]
@@ -84,7 +84,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
-    """Summarize a step; ``seen`` collects the hard-linked files of the steps so far."""
+    """Summarize a step, and add its hard-linked files to ``seen``, which contains the files of earlier steps."""
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
@@ -109,7 +109,7 @@ def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int
 
 
 def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
-    from .sources import open_at  # imported lazily: importing it takes longer than listing our own steps
+    from .sources import open_at  # imported lazily, because this takes longer than listing native steps
 
     try:
         checkpoint = open_at(entry.location)

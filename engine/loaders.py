@@ -1,4 +1,4 @@
-"""Positions in the data of plain loaders, and detection of other libraries' loaders."""
+"""Save and restore the position of a plain loader in its data, and detect loaders of other libraries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_torchdata_loader(obj: object) -> bool:
 
 
 def nodes_of(obj: Any) -> list[Any]:
-    """Return the nodes of a torchdata.nodes ``Loader``, the root first; [] for other objects."""
+    """Return the nodes of a torchdata.nodes ``Loader``, starting with the root, or [] for other objects."""
     nodes: list[Any] = []
     left = [obj.root] if derives(obj, "Loader", "torchdata.nodes.") else []
     while left:
@@ -42,12 +42,12 @@ def nodes_of(obj: Any) -> list[Any]:
 
 
 def is_accelerate_loader(obj: object) -> bool:
-    """Return whether ``Accelerator.prepare`` made a loader, which mimics the loader that it wraps."""
+    """Return whether a loader was created by ``Accelerator.prepare``, whose loaders mimic the loader that they wrap."""
     return derives(obj, "DataLoaderAdapter", "accelerate.")
 
 
 def derives(obj: object, name: str, package: str) -> bool:
-    """Return whether an object's class, or one of its bases, has this name and is in this package."""
+    """Return whether an object's class or one of its base classes has this name and is defined in this package."""
     return any(cls.__name__ == name and cls.__module__.startswith(package) for cls in type(obj).__mro__)
 
 
@@ -55,30 +55,30 @@ def derives(obj: object, name: str, package: str) -> bool:
 
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
 TAKEN = "taken"  # the epoch, and the number of batches taken from it
-_BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end
-_ORDER = "state"  # return value of the user's state function at that time
+_BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end if it has ended
+_ORDER = "state"  # return value of the user's state function at the same time
 _VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
-LAST = "last"  # checksum of the last batch, which a resume compares with the redrawn batch
-ENDED = "ended"  # whether it was the last batch of the epoch
+LAST = "last"  # checksum of the latest batch, which a resume compares with the redrawn batch
+ENDED = "ended"  # whether the latest batch was the last of its epoch
 _NOW = "now"  # current states of the loader's own generators and _ORDER, which other code may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # requests after a stop; ``while step < total`` around the data loop would never end
-_LONG = 5.0  # seconds of redrawing before a log message
+_MOST_REFUSED = 10_000  # maximum requests after a stop, because ``while step < total`` around the loop would never end
+_LONG = 5.0  # seconds of redrawing after which a message is logged
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
     "numbers, hf.resumable(loader, redraw='indices') loads none of them"
 )
 
-OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # getter and setter for what the order depends on
+OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # getter and setter of a value that the order depends on
 Announce = Callable[..., object]  # takes a message and its arguments, like logger methods
 
 
 class LoaderPosition:
-    """A position in a loader's batches: the common base of :func:`skip_to` and ``resumable``."""
+    """A position in a loader's batches; base class of the loaders that :func:`skip_to` and ``resumable`` return."""
 
-    _function = "skip_to"  # the user-facing function, for messages
+    _function = "skip_to"  # name of the public function, for messages
 
     def __init__(self, loader: Any, generators: Sequence[Any] = (), state: OrderState | None = None) -> None:
         self._loader: Any = loader
@@ -89,34 +89,34 @@ class LoaderPosition:
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
-        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of batches taken from it
+        self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
         self._has_ended = False  # whether the epoch's last batch has been taken
         self._begun: dict[str, Any] = {}  # generator states at the start of the epoch
-        self._order: dict[str, Any] = {}  # return value of the user's state function at that time
+        self._order: dict[str, Any] = {}  # return value of the user's state function at the same time
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
         self.checksum: int | None = None  # checksum of sampled values in the last batch
-        self._next: list[Any] = []  # lookahead: a batch beyond the loader's length
+        self._next: list[Any] = []  # a batch beyond the loader's length that was drawn in advance
         self._announce: Announce | None = None
-        self._exit_status: int | None = None  # set once the run has been stopped
-        self._refused = 0  # requests for batches since the stop
+        self._exit_status: int | None = None  # set when the run is stopped
+        self._refused = 0  # number of requests for batches since the stop
 
     @property
     def left(self) -> int | None:
-        """The number of batches left in the epoch, or None if the loader has no length."""
+        """The number of batches left in the epoch, or None if the loader's length is unknown or zero."""
         return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run, resumed or not; ``announce`` logs a message for the user."""
+        """Begin a new or resumed run; ``announce`` logs a message for the user."""
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Yield no more batches: the run has been stopped. A program that continues exits with ``exit_status``."""
+        """Yield no batches after the run was stopped; a program that keeps requesting them exits with this status."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
-        """Return whether the run has been stopped; exit if the program keeps requesting batches."""
+        """Return whether the run was stopped; exit if the program keeps requesting batches after that."""
         if self._exit_status is None:
             return False
         self._refused += 1
@@ -132,19 +132,19 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state at the start of this epoch, or of the next one if this epoch has ended."""
+        """Return the state at the start of this epoch, or of the next epoch if this one has ended."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
         state |= {} if self.checksum is None else {LAST: self.checksum}
         own_states = self._own_states()
         if self._batches is None or self._has_ended:
-            # The next epoch draws from the global generators' states at its start, which are saved elsewhere.
+            # The next epoch draws from the current states of the global generators, which are saved elsewhere.
             states, order = own_states, self._order_now()
             state |= {ENDED: True} if self._has_ended else {}
         else:
             states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-            own_states |= self._order_now()  # training may have changed it since
+            own_states |= self._order_now()  # training may have changed this value since then
             state |= {_NOW: own_states} if own_states else {}
         return {**state, **({_BEGUN: states} if states else {}), **order}
 
@@ -156,7 +156,7 @@ class LoaderPosition:
             set_generator_state(self._generators[name], states[name])
 
     def _order_now(self) -> dict[str, Any]:
-        # a copy, because the program may modify the value later
+        # Copy the value, because the program may modify it later.
         return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
 
     def _set_order(self, saved: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Restore what the order depends on, except global generators; return the state, and whether parts differ."""
+        """Apply the saved state except for global generators; return it, and whether it has unexpected parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
@@ -172,11 +172,11 @@ class LoaderPosition:
         return saved, told
 
     def _go_to(self, epoch: int, taken: int) -> None:
-        """Draw the earlier batches of the epoch again, then reset the global generators."""
+        """Draw the earlier batches of an epoch again, and reset the global generators afterwards."""
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        lasts = lasts and self._loads_again  # otherwise the user declared that workers draw no random numbers
+        lasts = lasts and self._loads_again  # otherwise, the user has declared that workers draw no random numbers
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         before = as_tree(capture())
@@ -194,7 +194,7 @@ class LoaderPosition:
             self._warn_of_other_batches(taken)
 
     def _redraw(self, count: int) -> tuple[int | None, bool]:
-        """Draw batches again; return the checksum of the last one, and whether the dataset draws random numbers."""
+        """Draw batches again; return the checksum of the last batch, and whether the dataset draws random numbers."""
         batch, at_first, began = None, None, time.monotonic()
         for done in range(1, count + 1):
             batch = self._draw()
@@ -207,7 +207,7 @@ class LoaderPosition:
 
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
-            # Persistent workers start with the first epoch, and draw their seed from the states at that time.
+            # In an uninterrupted run, persistent workers start in the first epoch, so start them before this epoch.
             before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
             self._open()
             restore(before)
@@ -225,7 +225,7 @@ class LoaderPosition:
         self._drawn = [name for name, state in now.items() if not same_state(self._begun.get(name), state)]
 
     def _draw(self) -> list[Any]:
-        """Return a list with the next batch of the epoch; empty at its end."""
+        """Return the next batch of the epoch in a list, which is empty at the end of the epoch."""
         if self._batches is None or (self._most is not None and self._taken >= self._most):
             return []
         batch, self._next = self._next or list(islice(self._batches, 1)), []
@@ -238,13 +238,13 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # Code that the loader runs after its last batch belongs to this epoch: a resume begins the next one.
+                # Run the code that follows the loader's last batch now, because a resume begins with the next epoch.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn about parts that were saved but not passed now, or the reverse; return whether there are any."""
+        """Warn about parts that were either saved or passed now, but not both; return whether there are any."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -280,7 +280,7 @@ class LoaderPosition:
 
 
 class SkippedLoader(LoaderPosition, Iterator[Any]):
-    """A loader's batches, epoch after epoch, starting at a position; see :func:`skip_to`."""
+    """An iterator over a loader's batches, epoch after epoch, from a given position; see :func:`skip_to`."""
 
     def __init__(
         self,
@@ -309,11 +309,11 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
 
     @property
     def replicated_state(self) -> bool:
-        """True if the position counts global samples, and is thus the same on all processes."""
+        """True if the position counts global samples, and is therefore the same in all processes."""
         return self._global_batch_size is not None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position in batches and the states that determine their order; or epoch and samples taken."""
+        """Return the position, either in batches with the states that determine their order, or in global samples."""
         if self._global_batch_size is None:
             has_begun = self._batches is not None or self._restored
             return {"position": self.position, **(self._beginning() if has_begun else {})}
@@ -321,7 +321,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another position; the loader restarts with the next batch."""
+        """Move to a saved position when the next batch is requested."""
         self._restored, self.checksum = state, state.get(LAST)
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
@@ -330,7 +330,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._batches = None
 
     def _position_of(self, epoch: int, samples: int) -> int:
-        """Convert a global position in samples to a batch count."""
+        """Convert a position in global samples to a number of batches."""
         size = self._global_batch_size
         if size is None:
             raise StateError(
@@ -352,7 +352,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return epoch * length + batches
 
     def go_to_position(self) -> None:
-        """Move to the position now if it is within an epoch; otherwise the next batch starts the next epoch."""
+        """Move to the position now if it is within an epoch, or else when the next batch is requested."""
         length = self._length()
         if self.position % length if length else self.position:
             self._skip()
@@ -386,48 +386,48 @@ def skip_to(
 ) -> SkippedLoader:
     """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
 
-    A resume skips whole epochs at once if the loader has a length, and draws the earlier batches of its epoch again. So
-    each epoch must yield the same batches again, which is the case if their order depends on nothing but
+    A resume skips completed epochs at once if the loader has a length, and draws the earlier batches of the current
+    epoch again. The order of these batches must be reproducible, so it may depend only on
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
-    - the states of random generators at the start of the epoch: the global ones of Python, numpy and torch, and the
-      ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all others, such
-      as a transform's, in ``generators``;
+    - the states of random generators at the start of the epoch: the global generators of Python, numpy and torch, and
+      the ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all other
+      generators, such as a transform's, in ``generators``;
     - the value that ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
 
     A warning is logged if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
-    position depends only on the epoch.
+    order may depend only on the epoch.
 
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
-        n: The number of batches to skip, over all epochs: the number that the run has taken.
-        global_batch_size: The number of samples that all processes together take in a step. It declares that the
-            processes share one global order, and take its next samples at each step, as with ``DistributedSampler``:
-            the position counts samples of this order, and is valid for any number of processes. The loader of each
-            process has batches of ``global_batch_size`` divided by the number of processes. Give ``drop_last`` to both
-            sampler and loader. If the processes do not divide the epoch, the sampler decides about its last samples:
-            torch's repeats some, or with ``drop_last`` drops some.
+        n: The number of batches to skip, counted over all epochs; usually the number that the run has taken.
+        global_batch_size: The number of samples that all processes together take in a step. Passing it declares that
+            the processes share one global order and take its next samples at each step, as with ``DistributedSampler``.
+            The position then counts samples in this order, and is valid for any number of processes. The batch size of
+            each process must be ``global_batch_size`` divided by the number of processes. Pass ``drop_last`` to both
+            the sampler and the loader. If the epoch is not divisible by the number of processes, the sampler determines
+            its last samples: torch's sampler repeats samples, or drops them with ``drop_last``.
         generators: The Python, numpy and torch generators that the loader uses in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Pass the
-            same ones in the same order when the run is resumed.
-        state: Two functions, ``get`` and ``set``. ``get()`` returns what the order of an epoch depends on: plain data,
-            arrays and tensors. It is called at the start of an epoch and at each step, and both values are saved.
-            In a resume, ``set`` gets the first value before earlier batches are drawn again, and the second after that.
+            same generators in the same order when the run is resumed.
+        state: Two functions, ``get`` and ``set``. ``get()`` returns a value that the order of an epoch depends on, made
+            of plain data, arrays and tensors. It is called at the start of an epoch and at each step, and both values
+            are saved. A resume passes the first to ``set`` before it draws earlier batches, and the second afterwards.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted; or its batch size is not one process's share
-            of ``global_batch_size``; or ``generators`` has an object that is not a generator with a state; or
-            ``state`` is not a pair of functions; or one of these, or a loader that shuffles with a random generator, is
-            given with ``global_batch_size``.
+            of ``global_batch_size``; or ``generators`` contains an object that is not a generator with a state; or
+            ``state`` is not a pair of functions; or ``global_batch_size`` is combined with ``generators``, ``state`` or
+            a loader that shuffles with a random generator.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
     >>> next(batches), next(batches), next(batches), batches.position
     ('b', 'c', 'a', 7)
 
-    A loader that shuffles with its own generator, and counts its epochs::
+    For a loader that shuffles with its own generator and counts its epochs::
 
         batches = hf.skip_to(
             loader,
@@ -462,7 +462,7 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
 
 
 def _check_handed(generators: Any, state: Any) -> None:
-    """Raise OptionError if an item is not a generator, or the state is not a pair of functions."""
+    """Raise OptionError if an item is not a generator or the state is not a pair of functions."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
     for index, generator in enumerate(generators):
@@ -472,7 +472,7 @@ def _check_handed(generators: Any, state: Any) -> None:
                 "such as np.random.default_rng(), random.Random() or torch.Generator(), and other state as "
                 "state=(get, set)"
             )
-        generator_state(generator)  # raises an error for one without a state
+        generator_state(generator)  # raises an error if the generator has no state
     is_pair = isinstance(state, tuple | list) and len(state) == 2 and all(map(callable, state))
     if state is not None and not is_pair:
         raise OptionError(
@@ -482,7 +482,7 @@ def _check_handed(generators: Any, state: Any) -> None:
 
 
 def fingerprint(batch: Any) -> int:
-    """Return a checksum of a batch's plain values, and of samples from its arrays in host memory."""
+    """Return a checksum of the plain values in a batch and of sampled elements of its arrays in host memory."""
     checksum, left = 0, deque([batch])
     for _ in range(_MOST_VALUES):
         if not left:
@@ -503,7 +503,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
-    """Raise OptionError if a single position cannot represent the loaders of all processes."""
+    """Raise OptionError if a single position cannot describe the loaders of all processes."""
     if hands_over:
         raise OptionError(
             "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
@@ -534,7 +534,7 @@ def _position(value: Any) -> int:
 
 
 def without_generators(obj: object, state: Any) -> Any:
-    """Remove the generator states that differ between processes from a :func:`state_of` result."""
+    """Return a :func:`state_of` result without the generator states that differ between processes."""
     if not isinstance(obj, LoaderPosition) or not isinstance(state, dict):
         return state
     # Each process draws its own worker seeds. Generators passed by the user are assumed to be the same everywhere.
@@ -546,8 +546,8 @@ def without_generators(obj: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws the loader's order and has no restorable state, or None."""
-    # Iterators of torchdata samplers have states, but torchdata's nodes do not save these.
+    """Return the name of a sampler that draws the loader's order at random and has no restorable state, or None."""
+    # Iterators of torchdata samplers have states, but torchdata's nodes do not save them.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
         if any(cls.__name__ in DRAWING and cls.__module__.startswith(packages) for cls in type(sampler).__mro__):
@@ -574,7 +574,7 @@ def _each_once(generators: Mapping[str, Any], besides: Iterable[Any] = ()) -> di
 
 
 def _global_generators() -> list[Any]:
-    """Return the global generators of Python, numpy and torch, which a loader may use as well."""
+    """Return the global generators of Python, numpy and torch, which may also be attributes of a loader."""
     torch: Any = loaded("torch")
     of_torch = [] if torch is None else [torch.default_generator]
     return [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None), *of_torch]

@@ -1,8 +1,8 @@
-"""The observer of a run: sees the run's points and events, and may redirect places, change options and request saves.
+"""Observers of runs, which receive their events, and may redirect paths, change options and request saves.
 
-A manager takes it as ``observer=``. By default, the manager uses the process's observer, from
-:func:`process_observer`: this lets ``holdfast supervise`` and ``holdfast drill`` observe a program that was not
-changed for them. In other programs, that observer does nothing.
+A manager takes an observer as ``observer=``. By default, it uses the process's observer from :func:`process_observer`,
+which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In other programs, that observer
+does nothing.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from typing import Any, Literal, Protocol, TypeVar
 from .errors import StateError
 
 OBSERVER = "HOLDFAST_OBSERVER"
-"""Environment variable with the function that makes the observer of a process, as ``module:function``."""
+"""Environment variable with the function that creates the observer of a process, as ``module:function``."""
 
 DRILL = "HOLDFAST_DRILL"
-"""Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
+"""Environment variable with the folder of the rehearsal, set in programs that ``holdfast drill`` rehearses."""
 
-STRAYS = "strays.jsonl"  # file in that folder, with a line for each process started without the variable
+STRAYS = "strays.jsonl"  # file in that folder, with one line for each process that was started without the variable
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
-"""A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
-``committed`` after it; ``saving`` before the files of a step are written, perhaps in the background."""
+"""A point that a run passes: ``step`` follows an update, ``saving`` precedes the writing of a step's files (possibly in
+the background), ``commit`` immediately precedes the writing of its commit record, and ``committed`` follows it."""
 
 T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """Observes the runs of a process. Derive a class from it; methods that it does not override do nothing."""
+    """Base class for observers of the runs in a process, whose methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the place to use instead of this one, or this one.
+        """Return the location to use instead of the given location; by default, both are the same.
 
         Args:
-            url: A URL, or an absolute path.
-            writes: Whether the program is about to write there.
+            url: A URL or an absolute path.
+            writes: Whether the program is about to write to the location.
         """
         return url
 
     def writes(self, url: str) -> None:
-        """Called before holdfast writes, renames or deletes something; raising an error prevents it.
+        """Called before holdfast writes, renames or deletes a file or object; an exception prevents the operation.
 
         Args:
-            url: A URL, or an absolute path.
+            url: A URL or an absolute path.
         """
         return
 
@@ -60,19 +60,19 @@ class Observer(Protocol):
         return
 
     def wants(self, step: int) -> str | None:
-        """Return a reason to save a step even if no trigger is due, or None."""
+        """Return a reason to save a step for which no trigger is due, or None."""
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return how many steps may follow a preemption's save, so that the resume can be compared with them."""
+        """Return the maximum number of steps after a preemption's save, which are compared with the resumed run."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:
-        """Called when the run passes a point, on the thread that passes it; a point may be passed several times."""
+        """Called on the thread that passes a point of the run; a point may be passed several times."""
         return
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Called with each event, as listed in ``engine/manager/events.py``, plus ``directory`` and ``process``."""
+        """Called with each event listed in ``engine/manager/events.py``, plus its ``directory`` and ``process``."""
         return
 
 
@@ -82,11 +82,11 @@ class Unobserved(Observer):
 
 @functools.cache
 def process_observer() -> Observer:
-    """Return this process's observer: the one that ``HOLDFAST_OBSERVER`` names, or else one that does nothing."""
+    """Return the observer that ``HOLDFAST_OBSERVER`` names, or else an observer that does nothing."""
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()
-    import pkgutil  # imported lazily: few processes are observed
+    import pkgutil  # imported lazily, because few processes are observed
 
     try:
         make = pkgutil.resolve_name(name)
@@ -114,7 +114,7 @@ def _check_no_stray() -> None:
         try:
             with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
                 variables, stat = environ.read().split(b"\0"), status.read()
-        except OSError:  # another user's process, or there is no /proc
+        except OSError:  # the process belongs to another user, or there is no /proc
             return
         folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""The progress of a long call: the protocol that programs implement, and its division into shares."""
+"""The protocol through which a program receives the progress of a long call, and shares of that progress."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .forks import Lock
 
 
 class Progress(Protocol):
-    """Receives the progress of a long call in bytes; several threads of the call use it concurrently, and often.
+    """Receives the progress of a long call in bytes. Methods are called often, and concurrently by several threads.
 
-    An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by all
-    the bytes that it expected.
+    An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by the
+    full number of expected bytes.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -29,10 +29,10 @@ class Progress(Protocol):
     """
 
     def expect(self, nbytes: int) -> None:
-        """Add to the bytes that the call will process; called before these are processed, possibly several times."""
+        """Add to the number of bytes that the call will process; called before it does, possibly several times."""
 
     def advance(self, nbytes: int) -> None:
-        """Add to the bytes that the call has processed."""
+        """Add to the number of bytes that the call has processed."""
 
 
 class _Null:
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` in a call's progress, for work counted in other units; reports all its bytes by the end."""
+    """A share of ``nbytes`` in a call's progress, for work counted in other units; on exit, all bytes are reported."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress
@@ -57,12 +57,12 @@ class Share:
         self._lock = Lock()
 
     def expect(self, units: int) -> None:
-        """Add to the units of work to do."""
+        """Add to the number of units to process."""
         with self._lock:
             self._units += units
 
     def advance(self, units: int) -> None:
-        """Add to the units of work done."""
+        """Add to the number of processed units."""
         with self._lock:
             self._done = min(self._done + units, self._units)
             self._report(self._nbytes * self._done // max(1, self._units))

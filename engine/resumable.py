@@ -1,4 +1,4 @@
-"""Epoch loops over a plain loader that can resume in the middle of an epoch: ``hf.resumable``."""
+"""``hf.resumable``: epoch loops over a plain loader that can be resumed in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class ResumableLoader(LoaderPosition):
                 f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
             )
         self._most = batches_per_epoch
-        self._asked = False  # whether a loop, perhaps an empty one, has started since a state was set
-        self._turn = 0  # changes when another loop starts or a state is set
-        self._reported = 0  # turn at the last reported step
-        self._loops: set[bool] | None = set()  # whether each loop of the run reported steps; None after the warning
+        self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
+        self._turn = 0  # changes when a new loop starts or a state is set
+        self._reported = 0  # value of the turn at the last reported step
+        self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -77,7 +77,7 @@ class ResumableLoader(LoaderPosition):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._restored and self._asked:  # The previous loop was empty: zip had exhausted an earlier loader.
+        if self._restored and self._asked:  # the previous loop took no batch, because zip ended first
             self._take_up()
             self._move(self.epoch + 1, 0)
         self._asked = True
@@ -85,7 +85,7 @@ class ResumableLoader(LoaderPosition):
 
     def _loop(self) -> Iterator[Any]:
         if self._batches is not None:
-            self._move(self.epoch + 1, 0)  # the previous loop was left, but its generator is not closed yet
+            self._move(self.epoch + 1, 0)  # the previous loop has ended early, but its generator is not closed
         self._turn += 1
         turn, given = self._turn, False
         try:
@@ -129,7 +129,7 @@ class ResumableLoader(LoaderPosition):
         return self._beginning()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another position: the next ``for`` yields the rest of its epoch."""
+        """Move to a saved position: the next ``for`` yields the remaining batches of its epoch."""
         if TAKEN not in state:
             raise StateError(
                 f"the state of a resumable loader has the epoch and the batches taken, and this one has "
@@ -140,7 +140,7 @@ class ResumableLoader(LoaderPosition):
         self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run; batches taken before a fresh start, such as to inspect the data, do not count."""
+        """Begin a run; batches that were taken before a new run, for example to inspect the data, do not count."""
         super().begin_run(announce)
         self._loops = set()
         self._announce = announce if self._loads_again and self._has_indices else None
@@ -177,7 +177,7 @@ def resumable(
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
     redraw: Literal["batches", "indices"] = "batches",
 ) -> ResumableLoader:
-    """Return a loader for epoch loops that a resume continues in the middle of an epoch, bit for bit.
+    """Return a loader for epoch loops that can be resumed in the middle of an epoch, bit for bit.
 
     ::
 
@@ -190,13 +190,13 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume yields the remaining batches of the epoch. None remain if the save came after its
-    last batch: in that case, the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. Once
-    the callback has stopped the run, the loader yields no more batches, and no more steps are saved.
+    The first ``for`` after a resume yields the remaining batches of the epoch. If the step was saved after the last
+    batch, none remain, and the program continues with the code after the inner loop. A ``for`` after a ``break`` begins
+    a new epoch. After the callback has stopped the run, the loader yields no batches, and no steps are saved.
 
-    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there for what the order of an
-    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. In a program of several
-    processes, each has its own position.
+    A resume draws the earlier batches of the epoch again, as :func:`skip_to` does, whose documentation lists the values
+    on which the order of an epoch may depend. However, the program must call ``set_epoch`` itself, before the ``for``.
+    In a program with several processes, each process has its own position.
 
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a Grain or Hugging Face dataset,
@@ -205,18 +205,18 @@ def resumable(
             None continues to the end of the loader.
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
-        redraw: ``"indices"`` declares that an item depends only on its index: neither the dataset nor its workers draw
-            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier items, and compares
-            no batches. ``"batches"`` loads them.
+        redraw: ``"batches"`` loads the earlier batches of the epoch in a resume. ``"indices"`` only advances the
+            sampler of a ``DataLoader``, without loading or comparing batches. This declares that each item depends
+            only on its index, because neither the dataset nor its workers draw random numbers.
 
     Returns:
-        The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
-        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are those of ``loader``.
+        The loader. Its attribute ``epoch`` is the number of completed epochs, ``batch`` is the number of batches taken
+        in the current epoch, and ``len`` returns the number in a whole epoch; other attributes are those of ``loader``.
         Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as Fabric and
-            Accelerate loaders do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
+            Accelerate loaders do; or an argument is invalid, or the loader does not support ``redraw="indices"``.
 
     >>> loader = resumable(["a", "b", "c"])
     >>> [(loader.epoch, loader.batch, letter) for _ in range(2) for letter in loader][2:4]
@@ -226,7 +226,7 @@ def resumable(
 
 
 class _Indices:
-    """The indices of a sampler, as an iterator that can skip a given number."""
+    """An iterator over the indices of a sampler that can skip the first indices."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -238,7 +238,7 @@ class _Indices:
         return self
 
     def __next__(self) -> Any:
-        self.skip()  # not in __iter__, because the loader draws its workers' seed first
+        self.skip()  # not in __iter__, because the loader must draw its workers' seed first
         return next(self._rest)
 
     def skip(self) -> None:

@@ -1,11 +1,11 @@
-"""The state of data iterators, random generators, timers and other stateful objects.
+"""The states of data iterators, random generators, timers and other stateful objects.
 
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
 (CLU's iterators over tf.data), or if it is a random generator of numpy or the standard library. A Ray actor handle is
-stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` give loaders a state. :func:`state_of`
-returns the state as a tree of containers, arrays and plain values; :func:`restore_state` restores it from a tree that
-was loaded without a template. :mod:`~holdfast.engine.pytree.codec` converts these trees.
+stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` make loaders stateful. :func:`state_of`
+returns the state as a tree of containers, arrays and plain values, and :func:`restore_state` restores it from a tree
+that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` converts these trees.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 def is_stateful(obj: object) -> bool:
-    """Return whether an object's state can be saved, and restored in place."""
+    """Return whether an object's state can be saved and then restored in place."""
     return is_generator(obj) or _methods(adapted(obj)) is not None or _writes_files(obj)
 
 
 def is_stream(obj: object) -> bool:
-    """Return whether each process needs its own object: a generator or data position, but not a scheduler."""
+    """Return whether each process needs its own state, as generators and data positions do, but schedulers do not."""
     methods = _methods(adapted(obj))
     if methods is None:
         return is_generator(obj) or _writes_files(obj)
-    # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers do, but is iterable.
+    # Grain iterators and torch.Generator have get_state. Like schedulers, torchdata loaders have state_dict, but they
+    # are iterable.
     return methods == METHODS[0] or hasattr(type(obj), "__next__") or hasattr(type(obj), "__iter__")
 
 
 def is_replicated(obj: object) -> bool:
     """Return whether an object declares its state to be the same for any number of processes."""
-    # An ``ElasticIterator``'s state is a position in the global order.
+    # The state of an ``ElasticIterator`` is a position in the global order.
     return getattr(obj, "replicated_state", False) is True or is_elastic(obj)
 
 
@@ -91,17 +92,17 @@ def state_of(obj: object) -> Any:
 
 
 def begins_epoch(obj: object) -> bool:
-    """Return whether restoring an object draws from torch's global generator, so that it must come first."""
+    """Return whether restoring an object draws from torch's global generator, which must then be restored later."""
     cls = type(obj)
     is_iterable = hasattr(cls, "__iter__") and not hasattr(cls, "__next__")
     return isinstance(obj, SkippedLoader) or (is_iterable and _methods(obj) == METHODS[1])
 
 
-Prepare = Callable[[Any, Any], Any]  # adapts the decoded state to an object before it is set
+Prepare = Callable[[Any, Any], Any]  # takes an object and its decoded state, and returns the state to set
 
 
 def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
-    """Restore a state from :func:`state_of`; return the object, or the data itself for plain data."""
+    """Restore a state from :func:`state_of`; return the object, or the saved value if the object is plain data."""
     if is_actor(obj):
         restore_state(adapted(obj), state)
         return obj
@@ -113,13 +114,13 @@ def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: s
         loader: Any = obj
         restore_loader(loader, state, prepare)
         if not any(hasattr(part, "set_epoch") for part in (loader.dataset, loader.batch_sampler, *samplers_of(loader))):
-            loader.state_dict()  # its iterator draws a seed now, before generators are restored
+            loader.state_dict()  # makes its iterator draw a seed now, before generators are restored
         return loader
     if methods is not None:
         try:
             decoded = decode_state(state)
         except StateError:
-            encode_state(getattr(obj, methods[0])())  # registers classes that are defined inside a function
+            encode_state(getattr(obj, methods[0])())  # registers classes that are defined in functions
             decoded = decode_state(state)
         getattr(obj, methods[1])(prepare(obj, decoded))
         if isinstance(obj, SkippedLoader):
@@ -138,7 +139,7 @@ def _methods(obj: object) -> tuple[str, str] | None:
         return None
     for getter, setter in METHODS:
         methods = getattr(obj, getter, None), getattr(obj, setter, None)
-        # A Ray actor handle has its methods' names, but they are called only by .remote().
+        # A Ray actor handle has attributes with the names of its methods, but only their .remote() can be called.
         if all(callable(method) and not hasattr(method, "remote") for method in methods):
             return getter, setter
     return None
@@ -147,13 +148,13 @@ def _methods(obj: object) -> tuple[str, str] | None:
 # ---- actors of Ray
 
 
-_STILL_WAITING = 20.0  # seconds before the log first names an unresponsive actor; doubled each time
+_STILL_WAITING = 20.0  # seconds until the first log message about an unresponsive actor; doubled each time
 
 
 class ActorState:
-    """Gets and sets a Ray actor's state through its methods; created by :func:`adapted`."""
+    """Gets and sets the state of a Ray actor through its methods; created by :func:`adapted`."""
 
-    __remote__ = True  # marks the state as remote, so that states of several actors are requested concurrently
+    __remote__ = True  # marks the state as remote, because the states of several actors are requested concurrently
 
     def __init__(self, handle: Any, methods: tuple[str, str]) -> None:
         self._handle = handle
@@ -169,11 +170,11 @@ class ActorState:
         return ()
 
 
-_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by handle; an actor's handles are all equal
+_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by handle; all handles of an actor are equal
 
 
 def adapted(obj: object) -> Any:
-    """Return the `ActorState` of a Ray actor with state methods; any other object unchanged."""
+    """Return the `ActorState` of a Ray actor that has state methods, or any other object unchanged."""
     if type(obj).__module__ != "ray.actor" or type(obj).__name__ != "ActorHandle":
         return obj
     for pair in METHODS:
@@ -188,8 +189,8 @@ def is_actor(obj: object) -> bool:
 
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
-    """Return the result of an actor call; log which actor is slow to respond."""
-    ray: Any = sys.modules["ray"]  # already imported, because the handle comes from it
+    """Return the result of an actor call, and log a warning while the actor does not respond."""
+    ray: Any = sys.modules["ray"]  # already imported, because a handle exists
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
         waited, pause = waited + pause, 2 * pause
@@ -205,7 +206,7 @@ def answer_of_actor(handle: Any, reference: Any) -> Any:
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data
 
 _FILES = "files"
-_NAME = "iterator"  # name, or name prefix, of the files that the iterator writes
+_NAME = "iterator"  # name or name prefix of the files that the iterator writes
 
 
 def _writes_files(obj: object) -> bool:
@@ -214,12 +215,12 @@ def _writes_files(obj: object) -> bool:
 
 
 def _takes_one(method: object) -> bool:
-    """Return whether a method takes one argument, such as a path; in other iterators, ``save`` returns the state."""
+    """Return whether a method takes one argument, such as a path; other iterators' ``save`` returns the state."""
     if not callable(method):
         return False
     try:
         inspect.signature(method).bind(None, "path")
-    except (TypeError, ValueError):  # ValueError: a C method without a signature
+    except (TypeError, ValueError):  # ValueError is raised for C methods without a signature
         return False
     return True
 
@@ -257,32 +258,32 @@ def _restore_files(obj: Any, state: Any) -> None:
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
-_FINISHED = "_iterator_finished"  # key in a loader's state: true if its next iterator begins an epoch
+_FINISHED = "_iterator_finished"  # key in a loader's state that is true if its next iterator begins an epoch
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
 class _LoaderState(dict[str, Any]):
-    """A restored state, from which a torchdata loader starts its next iterator."""
+    """A restored state from which a torchdata loader starts its next iterator."""
 
-    # By then, the program has set the epoch. The iterator draws a seed, and its sampler an order, that the run had
-    # already drawn before the stop. Generators are therefore reset when the iterator reads the last part of the state.
+    # The program sets the epoch before the iterator starts. The iterator and its sampler draw a seed and an order that
+    # were already drawn before the stop, so generators are reset when the iterator reads the last part of the state.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
-        self.saved = saved  # the state as stored in a checkpoint, until an iterator has started
-        self.has_reported = False  # whether steps have followed the restore
+        self.saved = saved  # the state as stored in a checkpoint, which is saved again until an iterator has started
+        self.has_reported = False  # whether a step was reported after the restore
         self._begun: Callable[[], object] | None = begun
 
     def __getitem__(self, key: str) -> Any:
         if key == _FINISHED and self._begun is not None:
-            # The callback refers to the loader, whose workers would otherwise end only at garbage collection.
+            # Drop the callback, which refers to the loader: a cycle would keep workers alive until garbage collection.
             begun, self._begun = self._begun, None
             begun()
         return super().__getitem__(key)
 
 
 def _state_of_loader(loader: Any) -> Any:
-    """Return the states of a loader and its generators, because torchdata ignores the seeds drawn by epochs."""
+    """Return the states of a loader and its generators; torchdata does not save the seeds that epochs draw."""
     if isinstance(restored := loader.next_iter_state, _LoaderState):
         restored.has_reported = True
         return restored.saved
@@ -297,8 +298,8 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader; return what users must know about their next loop over it."""
-    # If the next loop starts before the next step, the global generators are reset once it has started.
+    """Restore the position of a torchdata loader; return a note for users about the next loop over it, or ""."""
+    # The global generators are reset when the next loop has started, unless a step was reported before that.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators
         loader_state, generators = state[_OWN_STATE], state[_GENERATORS]
@@ -306,11 +307,11 @@ def restore_loader(
     warn_of_lost_draws(loader, decoded)
     given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
-    # A sampler with a state sets its generator itself, for example to draw its order again.
+    # A sampler with a state restores its generator itself, for example to draw its order again.
     if has_states := any(map(_methods, samplers_of(loader))):
         generators = {name: saved for name, saved in generators.items() if "sampler." not in name}
     current = generators_of(loader)
-    if unknown := generators.keys() - current.keys():  # such as those that earlier versions found in a loader
+    if unknown := generators.keys() - current.keys():  # such as generators that earlier versions found
         _logger.warning(
             "a %s was saved with generators that it does not show, and that stay as the program has set them: %s. If "
             "its batches depend on them, pass them as extras beside it, such as rng=dataset.rng",
@@ -319,7 +320,7 @@ def restore_loader(
         )
 
     def begun() -> None:
-        if ended and has_states:  # Exhaust the sampler as well: otherwise, it would start the new epoch at its end.
+        if ended and has_states:  # exhaust the sampler, which would otherwise start the new epoch at its end
             deque(islice(iter(loader.sampler), loader.batch_size or 1), 0)
         for name in current.keys() & generators.keys():
             restore_state(current[name], generators[name])
@@ -336,14 +337,14 @@ def restore_loader(
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
-    """Return how many batches of the epoch a torchdata loader has yielded."""
+    """Return the number of batches of the current epoch that a torchdata loader has yielded."""
     if "_num_yielded" in state:
         return int(state["_num_yielded"])
     return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
 
 
 def _length(loader: Any) -> int | None:
-    """Return the number of batches in an epoch; None for an iterable dataset, which can only estimate it."""
+    """Return the number of batches in an epoch, or None for an iterable dataset, which can only estimate it."""
     torch: Any = loaded("torch")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
@@ -363,7 +364,7 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_of_samplers(loader: Any) -> None:
-    """Warn about a stateless sampler, whose order may differ after a resume within an epoch."""
+    """Warn about a sampler without a state, whose order may differ after a resume within an epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     is_torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
     for sampler in [*samplers_of(loader), *([] if is_torchs else [batch_sampler])]:
@@ -380,7 +381,7 @@ def warn_of_samplers(loader: Any) -> None:
 
 
 def warn_of_held_records(name: str, obj: object) -> None:
-    """Warn about operations of a Grain ``DataLoader`` that may hold records, which its iterator does not save."""
+    """Warn about operations of a Grain ``DataLoader`` that may buffer records, which its iterator does not save."""
     if type(obj).__name__ != "DataLoaderIterator" or not type(obj).__module__.startswith("grain."):
         return
     operations = getattr(getattr(obj, "_data_loader", None), "_operations", ())
@@ -396,9 +397,9 @@ def warn_of_held_records(name: str, obj: object) -> None:
 
 
 def check_window(name: str, obj: object) -> None:
-    """Raise OptionError for a Grain window shuffle whose version changes the order of later windows after a resume.
+    """Raise OptionError for a Grain window shuffle that would change the order of later windows after a resume.
 
-    https://github.com/google/grain/issues/1178, fixed in Grain 0.2.16.
+    See https://github.com/google/grain/issues/1178, which is fixed in Grain 0.2.16.
     """
     if not _is_of_grain(type(obj)) or getattr(sys.modules.get("grain"), "__version_info__", (0,)) >= (0, 2, 16):
         return

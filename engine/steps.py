@@ -1,17 +1,17 @@
-"""The steps in a directory, their commit records, and the metrics and facts stored with them.
+"""The steps in a directory, their commit records, and the metrics and run metadata stored with them.
 
 A step's folder is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, optionally with leading zeros
-(:func:`step_folder` writes these names, and :func:`series_and_step` parses them). The step exists if its commit record
-does. The steps that share a prefix are a *series*: a manager works on the series of its ``step_prefix``, and functions
+(:func:`step_folder` formats these names, and :func:`series_and_step` parses them). A step exists if its commit record
+exists. The steps that share a prefix form a *series*: a manager uses the series of its ``step_prefix``, and functions
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
-- within a series, the highest step, because clocks differ and jump;
-- across series, the one whose newest step was committed last, because their steps do not count the same updates.
+- within a series, it is the highest step, because clocks differ and jump;
+- across series, it is the most recently committed of these steps, because step numbers of series are not comparable.
 
-Another program, such as an evaluator, may add metrics to a step while the run is alive. Each call adds a file
-``metrics/<step>.<token>.json`` to the directory, and changes no file of the run. The file identifies the checkpoint,
-not just the step: if the run goes back and saves the step again, the metrics of the old checkpoint become void. Readers
-of a directory's steps merge these metrics into the commit records.
+Another program, such as an evaluator, may add metrics to a step during the run. Each call adds a file
+``metrics/<step>.<token>.json`` to the directory, and does not change files of the run. The file identifies the
+checkpoint, not just the step: if the run goes back and saves the step again, metrics of the old checkpoint are ignored.
+Functions that read the steps of a directory merge these metrics into the commit records.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ from .storage import (
 
 _logger = logging.getLogger("holdfast")
 
-LATE = "metrics"  # name of the folder with metrics added later
-_LIMIT = 64 << 20  # size limit in bytes of a file with metrics or facts
+LATE = "metrics"  # name of the folder with metrics that were added after a step was saved
+_LIMIT = 64 << 20  # size limit in bytes of a file with metrics or metadata
 
 
-# The identity of the checkpoint that metrics were added to, the time, and the metrics.
+# The identity of the checkpoint to which metrics were added, the time of the addition, and the metrics.
 Added = tuple[str, float, dict[str, Any]]
 
 
 def write_late(directory: Location, folder: str, record: CheckpointRecord, metrics: dict[str, Any], now: float) -> None:
-    """Add metrics to a checkpoint, given its record and folder name."""
+    """Add metrics to the checkpoint with this folder name and commit record."""
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
@@ -83,14 +83,14 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
 
 
 class LateMetrics:
-    """The metrics added to the steps of a directory; files never change, so each is read only once."""
+    """A cache of the metrics added to the steps of a directory, whose files never change and are read only once."""
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
         self._files: dict[str, dict[str, Added]] = {}  # by step folder, then by file name
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read the metrics that were added, since the last call, to steps whose folders exist; return these folders."""
+        """Read new metrics files of steps whose folders exist, and return the folders that have new files."""
         names = set(_names(self._directory))
         read = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(read - names)
@@ -98,13 +98,13 @@ class LateMetrics:
         folder = self._directory / LATE
         contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
-            if content is not None:  # otherwise, it may be readable next time
+            if content is not None:  # otherwise, the file may be readable at the next call
                 self._files.setdefault(_folder(name), {})[name] = content
         return {_folder(name) for name in unread}
 
     def of(self, folder: str) -> list[Added]:
-        """Return the metrics added to the checkpoint in a folder, in any order."""
-        return list(self._files.get(folder, {}).values())  # a copy, because another thread may be refreshing
+        """Return the metrics added to the checkpoint in a folder, in no particular order."""
+        return list(self._files.get(folder, {}).values())  # a copy, because another thread may refresh concurrently
 
     def files_of(self, folder: str) -> list[str]:
         """Return the names of the metrics files read for the checkpoint in a folder."""
@@ -118,9 +118,9 @@ class LateMetrics:
                 self._forget(names)
 
     def remove(self, folder: str) -> None:
-        """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
+        """Remove the metrics added to a deleted checkpoint, ignoring errors because leftover files are harmless."""
         with contextlib.suppress(StorageError):
-            # In an object store, each deletion would need an extra request for the listing.
+            # In an object store, listing the folder would cost an extra request for each deletion.
             names = _names(self._directory) if self._directory.is_local else self.files_of(folder)
             self._remove(name for name in names if _folder(name) == folder)
 
@@ -129,7 +129,7 @@ class LateMetrics:
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
             stray = [entry.name for entry in (listing / LATE).entries() if _folder(entry.name) not in {"", *folders}]
-            # the listing may be incomplete
+            # Look for each commit record, because the listing may be incomplete.
             self._remove(name for name in stray if not has_record(self._directory / _folder(name)))
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -143,7 +143,7 @@ class LateMetrics:
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
-    """Return a record merged with the metrics added to its checkpoint; the latest value wins."""
+    """Return a commit record merged with the metrics added to its checkpoint; the latest value wins."""
     for identity, _, metrics in sorted(added, key=lambda addition: addition[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
@@ -154,7 +154,7 @@ def _names(directory: Location) -> list[str]:
     folder = directory / LATE
     if not directory.is_local:
         return [entry.name for entry in folder.entries()]
-    with os_errors(folder.url, "list"):  # listdir does not stat thousands of files
+    with os_errors(folder.url, "list"):  # listdir is fast because it does not stat the files
         try:
             return os.listdir(folder)
         except FileNotFoundError:
@@ -164,7 +164,7 @@ def _names(directory: Location) -> list[str]:
             return []
 
 
-@cache  # cached, because the folder is listed at every save
+@cache  # because the folder is listed at every save, but one warning is enough
 def _warn_of_file(url: str) -> None:
     _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", url)
 
@@ -184,7 +184,7 @@ def _read(file: Location) -> Added | None:
 S = TypeVar("S")
 T = TypeVar("T")
 
-RECORD_LIMIT = 256 << 20  # size limit in bytes; a record lists files, not leaves
+RECORD_LIMIT = 256 << 20  # size limit in bytes; large enough because a record lists files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
@@ -203,7 +203,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often to read data before it counts as damaged: a network may garble a single response."""
+    """Return how often to read data before it counts as damaged, because a network may corrupt a single response."""
     return 3 if location.is_remote else 1
 
 
@@ -221,12 +221,12 @@ MOST_CHANGES = 100  # maximum rereads of a checkpoint that keeps changing
 
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
-    """Read a checkpoint by its record; if another process replaces it meanwhile, read the new one."""
+    """Read a checkpoint through its commit record, starting over if another process replaces it in the meantime."""
     return read_again(location, partial(read_record, location), read, partial(has_changed, location))
 
 
 def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
-    """Read the result of ``look``; look and read again if it was damaged by another process's change."""
+    """Call ``read`` with the result of ``look``, and start over if a concurrent change made the data seem damaged."""
     least = attempts_at(location)
     for attempt in range(1, MOST_CHANGES + 1):
         state = look()
@@ -256,7 +256,7 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
         return False
 
 
-# ---- the facts about a run
+# ---- the metadata of a run
 
 
 METADATA = "metadata"  # name of the folder
@@ -264,7 +264,7 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run; None if there are none, or, after a warning, if they are damaged."""
+    """Return the metadata of the run, or None if there is none; if it is damaged, log a warning and return None."""
     file = location / METADATA / _FILE
     metadata: Mapping[str, Any] | None = None
     try:
@@ -279,7 +279,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the facts about a run, if any; warn if something else occupies their file's path."""
+    """Store the metadata of a run, if any; log a warning if its path is occupied by something else."""
     if metadata is None:
         return
     (location / METADATA).check_not_link()
@@ -295,7 +295,7 @@ def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> No
 # ---- the list of the steps
 
 
-_ATTEMPTS = 10  # reads of a record that a store lists but fails to return
+_ATTEMPTS = 10  # maximum reads of a commit record that a store lists but does not return
 _MANY = 64  # number of steps above which records are read on several threads
 
 
@@ -303,7 +303,7 @@ class StepEntry(NamedTuple):
     step: int  # the step number
     location: Location  # the step's folder
     series: str = ""  # the prefix of the folder name: ``""``, ``"ckpt_"`` or ``"ckpt-"``
-    # The commit record; None if it is damaged, or if another library wrote the step.
+    # The commit record; None if it is damaged or the step was written by another library.
     record: CheckpointRecord | None = None
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record is unusable, or None
 
@@ -319,12 +319,12 @@ def prefix_of(series: str) -> str | None:
 
 
 def step_folder(series: str, step: int, width: int | None = None) -> str:
-    """Return the folder name for a new step, with at least ``width`` digits."""
+    """Return the folder name of a step, padded to at least ``width`` digits."""
     return f"{series}{step:0{width or 1}}"
 
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
-    """Parse a folder name into series and step; None if it is not a step folder's name."""
+    """Parse a folder name into series and step; return None if it is not the name of a step folder."""
     match = None if folder.startswith(TEMPORARY_PREFIX) else STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield the step folders, committed or not; leading zeros need the run's marker, or ``padded``."""
+    """Yield the step folders, committed or not; names with leading zeros require the run's marker or ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -348,11 +348,11 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the steps with a commit record, of one series or of all; ``late`` caches metrics files."""
+    """Return the steps that have a commit record, in one series or in all series; ``late`` caches metrics files."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Use several threads to read thousands of small files, even from a disk: they may not be in the page cache.
+    # Use several threads to read many small files even from a disk, because they may not be in the page cache.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
@@ -375,9 +375,9 @@ def list_steps(
 
 
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
-    """Return local folders that are named like a step and hold files, but no commit record and no marker of a save."""
+    """Return local folders named like a step that contain files, but neither a commit record nor a save's marker."""
     records = {entry.location.name for entry in checkpoints}
-    # In a store, late requests of a finished save may leave files. Without a run, such folders are not steps.
+    # In an object store, delayed requests may leave such files. Without a run, folders with such names are not steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
     folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by this module's rule, or None; damaged ones count as the latest unless ``whole``."""
+    """Return the newest step by the rules of this module, or None; damaged steps count as latest unless ``whole``."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)
@@ -404,11 +404,11 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
     return max(heads.values(), key=order, default=None)
 
 
-LEFT_BEHIND = "holdfast.left_behind"  # key in a step's metadata: [number, time] of each step that it abandoned
+LEFT_BEHIND = "holdfast.left_behind"  # metadata key for the [number, time] of each step that the run has abandoned
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
-    """Return number and time of each step that a run abandoned for an earlier one; none of them counts as newest."""
+    """Return the number and time of each step that a run abandoned by going back; these never count as newest."""
     lists = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
     return [pair for listed in lists if isinstance(listed, list) for pair in listed]
 
@@ -418,13 +418,13 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read a folder's commit record; None if it has none. A record that a store lists but withholds is damaged."""
+    """Read a folder's commit record, or return None; a record that a store lists but does not return is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # TensorStore mistakes a proxy's response for a missing S3 object. A snapshot may also be older than the
-            # deletion of the step.
+            # TensorStore may take a proxy's response for a missing S3 object. The step may also have been deleted after
+            # the snapshot was taken.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(
@@ -435,14 +435,14 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or its damage, to a folder's entry; None if there is no record."""
+    """Add the commit record or its error to a folder's entry; return None if there is no record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
         return folder._replace(error=error)
     if record is None:
         return None
-    if record.step is None:  # written by hf.save: no retention rule may delete it
+    if record.step is None:  # written by hf.save, so no retention policy may delete it
         return folder._replace(record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
         text = (
@@ -457,7 +457,7 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
 
 
 def shared_bytes(location: Location) -> int:
-    """Return the total size of a checkpoint's files that other steps share by hard links, in bytes."""
+    """Return the total size in bytes of a checkpoint's files that other steps share through hard links."""
     return shared_by_links(files_of(location, read_record(location))) if has_record(location) else 0
 
 
@@ -466,7 +466,7 @@ def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> i
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return path, record and directory entry of every file in a commit record; missing files have no entry."""
+    """Return the path, record and directory entry of each file in a commit record; missing files have no entry."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths
@@ -481,7 +481,7 @@ def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, Fi
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return the existing files, without a size if the system does not report it."""
+    """Return entries for the files that exist, without a size if it cannot be determined."""
     root, entries = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:

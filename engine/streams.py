@@ -1,4 +1,4 @@
-"""A program's output: its standard streams, whose readers may be gone, and its logging handlers."""
+"""The output of a program: its standard streams, whose readers may have exited, and its logging handlers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STREAMS = {0: "stdin", 1: "stdout", 2: "stderr"}
 
 
 def silence_lost_streams() -> list[str]:
-    """Redirect streams without a reader to ``/dev/null``, because writing to them would end the program."""
+    """Redirect output streams without a reader to ``/dev/null``, because writing to them would end the program."""
     poll = select.poll()
     for number in (1, 2):
         poll.register(number, 0)
@@ -22,7 +22,7 @@ def silence_lost_streams() -> list[str]:
 
 
 def handlers_of(logger: logging.Logger, level: int) -> list[logging.Handler]:
-    """Return the handlers to which a logger passes records of a level, regardless of the handlers' own levels."""
+    """Return the handlers that receive a logger's records of a level, regardless of the handlers' own levels."""
     handlers: list[logging.Handler] = []
     owner: logging.Logger | None = logger if logger.isEnabledFor(level) else None
     while owner is not None:

@@ -1,12 +1,12 @@
-"""The witness: records of the steps after a save, against which a resume checks the steps that it repeats.
+"""The witness: records of the steps after a save, with which a resumed run compares the steps that it repeats.
 
-If batch, random generators, metrics, state and counters agree, the resume is exact, whatever objects the program has. A
-record is taken at the save itself (k = 0), at reports 1, 2, 4, 8, ... after it, and at the next save. Records are
-stored in ``witness.jsonl`` in the step's folder, but not in the commit record: a missing or damaged file, or one of
-another version, is not an error.
+If the batch, random generators, metrics, state and counters agree, the resume is exact, regardless of the program's
+objects. A record is taken at the save itself (k = 0), at reports 1, 2, 4, 8, ... after it, and at the next save.
+Records are stored in ``witness.jsonl`` in the step's folder, and this file is not listed in the commit record. A file
+that is missing, damaged or of another version is not an error.
 
-Layers that decide: ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and
-``counters``. Opaque positions, the structure and plain attributes of objects only help to explain a difference.
+The layers ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and ``counters`` decide
+whether a resume is exact. Opaque positions and the structure and attributes of objects only help to explain why not.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from .pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of, loaded
 from .storage import Location, append_line
 
 VERSION = 1
-LIMIT = 64 << 10  # size limit of a file in bytes
+LIMIT = 64 << 10  # size limit in bytes of a file
 _LEAVES = 128
-_GRADIENTS = 16  # number of gradients to record; an accumulation shows in each of them
-_NUMBERS = 768  # number of elements whose values are recorded to measure a difference
-_FULL = 32 << 20  # maximum bytes of leaves summed in full
-# Metrics with these words in their names measure the machine, not the run.
+_GRADIENTS = 16  # number of gradients to record; a few are enough, because accumulation affects all of them
+_NUMBERS = 768  # number of elements whose values are recorded to measure differences
+_FULL = 32 << 20  # maximum size in bytes of the leaves that are summed in full
+# Metrics whose names contain these words measure the machine, not the run.
 _TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
 _TIMES |= {"speed", "fps", "throughput", "memory"}
-_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding can explain on another kind of processor
+_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that a change of processor can cause by rounding
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the witness sees of a program at a step."""
+    """The observable values of a program at a step."""
 
     step: int
-    root: Any  # the state, and the arrays and numbers saved with it, by name
-    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders; attributes help explain a difference
+    root: Any  # the state, and the arrays and numbers that are saved with it, by name
+    objects: Mapping[str, Any] = field(default_factory=dict)  # objects whose attributes may explain a difference
     generators: Mapping[str, Any] = field(default_factory=dict)  # state snapshots of random generators, by name
-    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as data positions
+    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states such as positions, by name
     batch: Any = None
-    checksums: Mapping[str, int] = field(default_factory=dict)  # checksums, by loader, of batches already taken
+    checksums: Mapping[str, int] = field(default_factory=dict)  # checksum of the latest batch, by loader
     metrics: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)  # numbers that must agree, such as the epoch
 
@@ -64,18 +64,18 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Records steps; it chooses the leaves to sample once, at the start of the run."""
+    """Records the steps of a run by sampling leaves, which it chooses at the start and again at some of the saves."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
-        self._names = names  # leaves that a resume compares until its next save
+        self._names = names  # names of the leaves that a resumed run compares until its next save
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._generators: dict[str, tuple[Any, int]] = {}  # last tuple state of each generator, and its checksum
-        self._begun = self.attributes = self._attributes(seen)  # at the start of the run, and at the last save
+        self._begun = self.attributes = self._attributes(seen)  # at the start of the run and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin a step's record; k = 0 is a save. ``same`` is a record of this step whose samples can be reused."""
+        """Begin the record of a step (k = 0 for a save), reusing samples of ``same``, another record of the step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run create leaves, such as optimizer state; later ones rarely do.
@@ -100,7 +100,7 @@ class Recorder:
                 record["batch"]["batch"] = zlib.crc32(text.encode())
                 layers["batch"] = dict(enumerate(batch))
         else:
-            # Keep only attributes that steps changed, each with a flag whether earlier steps changed it as well.
+            # Keep only attributes that have changed since the start, and note whether they keep changing.
             before, self.attributes = self.attributes, self._attributes(seen)
             moves = before != self._begun
             record["attributes"] = {
@@ -118,8 +118,8 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of generator states; Python's is compared first, because few programs use it."""
-        # Only random.Random states are such tuples: the tuple of a RandomState contains an array.
+        """Return checksums of generator states, reusing those of Python generators, which rarely change."""
+        # Only states of random.Random are tuples that contain a tuple; the tuple of a RandomState contains an array.
         tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
         sums = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
@@ -133,26 +133,26 @@ class Recorder:
 
 
 class RecordFile:
-    """The records of the steps after a save, in a file in the step's folder."""
+    """The file in a step's folder with the records of the steps after its save."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()  # from the step that the run resumed from; in that case, first is None
+        records = records or Records()  # given, without ``first``, for the step from which the run was resumed
         self.step = step
         self._name = file_name(process)
         self._key = key
         self._lock = Lock()
-        # None until the step is committed
+        # The file is None until the step is committed.
         self._file = None if records.place is None else records.place / self._name
         self._waiting = [] if first is None else [first]
         self._lines = [*records.lines]
         self._written = len(self._lines)  # number of lines in the file
         self._size = sum(len(line) + 1 for line in self._lines)
-        self._known = {0, *records.by_k}  # the k of each known record
+        self._known = {0, *records.by_k}  # k of each record that was added or read
 
     def add(self, pending: Pending) -> None:
-        """Add a later record, and write all records that are ready."""
+        """Add the record of a later step, and write all records that are ready if the file is local."""
         with self._lock:
             if pending.record["k"] not in self._known:
                 self._known.add(pending.record["k"])
@@ -161,7 +161,7 @@ class RecordFile:
                     self._flush(self._file, wait=False)
 
     def commit(self, folder: Location, checkpoint: str) -> None:
-        """Write the records so far, once the step is committed."""
+        """Write the existing records after the step was committed."""
         with self._lock:
             if self._file is None:
                 first, self._file = self._waiting[0], folder / self._name
@@ -171,7 +171,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records when the next step is saved or the run ends; in a store, replace the object."""
+        """Write the remaining records when the next step is saved or the run ends; an object in a store is replaced."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -181,7 +181,7 @@ class RecordFile:
         self._size += len(line) + 1
 
     def _flush(self, file: Location, *, wait: bool) -> None:
-        """Write records in order without raising errors, because no other file depends on this one."""
+        """Write records in order, ignoring storage errors because the checkpoint does not depend on this file."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # the computation on the device failed
                 line = _line(self._waiting.pop(0).finish())
@@ -189,7 +189,7 @@ class RecordFile:
                     self._append(line)
         written, self._written = self._written, len(self._lines)
         with contextlib.suppress(OSError, HoldfastError):
-            # The step may have been deleted since; do not recreate its folder with this file alone.
+            # The step may have been deleted in the meantime, so do not recreate its folder for this file.
             if written == len(self._lines):
                 return
             if written and file.is_local:
@@ -200,13 +200,13 @@ class RecordFile:
 
 @dataclass
 class Pending:
-    """A record whose samples may still be in transfer from a device."""
+    """A record whose samples may not have arrived from a device."""
 
     record: Record
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # keys of the samples, in order
+    layers: Mapping[str, Sequence[Any]]  # keys of the samples in order, by layer
     _finished: bool = False
 
     def finish(self) -> Record:
@@ -228,13 +228,13 @@ class Pending:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of the save that a run resumes from."""
+    """The records that belong to the checkpoint from which a run resumes."""
 
     names: tuple[str, ...] = ()  # names of the sampled leaves
     total: int = 0  # number of leaves in the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # by number of reports since the save
-    why: str = ""  # why there are no records
-    key: Mapping[str, Any] = field(default_factory=dict)  # facts that must be the same in the resumed run
+    why: str = ""  # reason why there are no records
+    key: Mapping[str, Any] = field(default_factory=dict)  # values that must be equal in the resumed run
     lines: tuple[str, ...] = ()
     place: Location | None = None
 
@@ -244,7 +244,7 @@ def file_name(process: int) -> str:
 
 
 def read_records(folder: Location, process: int, checkpoint: str) -> Records:
-    """Read a checkpoint's records; empty unless there is an intact file that belongs to it."""
+    """Read the records of a checkpoint; the result is empty unless an intact file belongs to this checkpoint."""
     try:
         content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
@@ -268,7 +268,7 @@ def read_records(folder: Location, process: int, checkpoint: str) -> Records:
 
 
 def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the layers in which two records of a step agree, and the differences by layer."""
+    """Return the layers in which two records of a step agree, and descriptions of the differences by layer."""
     same: list[str] = []
     differs: dict[str, str] = {}
     for layer in ("batch", "generators", "counters", "metrics", "gradients"):
@@ -280,7 +280,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # positions explain why: they have moved, or are incomplete
+    if "batch" in differs:  # the positions show whether the loaders have moved or their states are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
@@ -300,10 +300,10 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, except machine metrics, and those that differ."""
+    """Return the names that both records have in a layer, without machine metrics, and the names that differ."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
-    # Metrics have a digest, which must be equal, and a value.
+    # Entries that consist of a digest and a value are compared by their digests.
     bits = [[entry[0] if isinstance(entry, list) else entry for entry in (before[name], after[name])] for name in both]
     return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
@@ -313,7 +313,7 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the largest relative difference in metrics and update at k = 1 if rounding explains it, else None."""
+    """Return the largest relative difference in metrics and updates at k = 1, or None if rounding cannot explain it."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
     differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
     before, old, new = (_values(record) for record in (first, saved, now))
@@ -326,8 +326,8 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return saved attributes that differ now: value at the save, value now, and whether two saves showed a change."""
-    # An attribute set once by the first steps, such as a cache, may be missing; one that keeps changing may not.
+    """Return the attributes that differ now, with their saved and current values and whether they keep changing."""
+    # An attribute that the first steps set once, such as a cache, may be missing, but not one that keeps changing.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -340,7 +340,7 @@ def shown_name(name: str) -> str:
 
 
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return metrics by name, nested ones by path; non-numeric entries are dropped later."""
+    """Flatten nested metrics, keyed by path; entries that are not numbers are dropped later."""
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
@@ -351,12 +351,12 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
 
 
 def is_time(name: str) -> bool:
-    """Return whether a metric measures the machine, judging by its name; it is recorded, but ignored in comparisons."""
+    """Return whether a metric's name suggests that it measures the machine, in which case comparisons ignore it."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> dict[str, Any]:
-    """Return gradients that an optimizer may use, by leaf name; without an optimizer, all of them."""
+    """Return gradients by leaf name: those of trained leaves, or all of them if there is no optimizer."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}
@@ -370,7 +370,7 @@ def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> di
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return the leaves that a record can sum in full; if they do not all fit, the selection rotates with k."""
+    """Return the leaves that a record sums in full; if they do not all fit, the selection rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     chosen, left = {}, _FULL

@@ -1,4 +1,4 @@
-"""Integrations built on the engine; importing this package loads no framework.
+"""Integrations of the engine with frameworks, none of which is imported by this package itself.
 
-``holdfast.integrations.flax`` serves JAX and Flax loops, ``holdfast.integrations.lightning`` Lightning trainers.
+``holdfast.integrations.flax`` is for JAX and Flax loops, ``holdfast.integrations.lightning`` for Lightning trainers.
 """

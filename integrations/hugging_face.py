@@ -1,7 +1,7 @@
-"""Hugging Face iterable datasets, alone or in a torchdata loader: how a resume loads their states.
+"""Restores the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
-All iterators that such a dataset creates in an epoch start at its last loaded state. So a resume passes it a state
-that only its next iterator uses. Nothing is imported: a dataset is recognised by its class name.
+All iterators that such a dataset creates in an epoch start at its last loaded state. A resume therefore passes it a
+state that only its next iterator uses. A dataset is recognised by its class name, without importing ``datasets``.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from ..engine.loaders import derives, is_torchdata_loader
 
 logger = logging.getLogger("holdfast")
 
-_STREAM = "examples_iterable"  # key of the data position in a dataset state, next to "epoch"
-_DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in a torchdata loader state
+_STREAM = "examples_iterable"  # key of the data position in a dataset state, which also has "epoch"
+_DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in the state of a torchdata loader
 
 
 class _Start(dict[str, Any]):
-    """A dataset state that only the next iterator uses, because it empties itself when it has been read."""
+    """A dataset state that empties itself when an iterator has read it, and is thus used only once."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if key == _STREAM:  # the key that an iterator reads last
+        if key == _STREAM:  # the last key that an iterator reads
             self.clear()
         return value
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return the state to load: a dataset starts from it only once, in the saved epoch; for others, it is unchanged."""
+    """Return the state to load, which only the next iterator of a dataset uses; for other sources, it is unchanged."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):
@@ -45,7 +45,7 @@ def as_start(source: Any, state: Any) -> Any:
 
 
 def check_stream(name: str, source: Any) -> None:
-    """Warn about examples that a Hugging Face dataset state omits; raise OptionError if its version loses its place."""
+    """Warn about examples that a Hugging Face dataset state omits; raise OptionError if its version is unsupported."""
     if (dataset := _streamed(source)) is None:
         return
     version = getattr(sys.modules.get("datasets"), "__version__", "unknown")
@@ -71,14 +71,14 @@ def check_stream(name: str, source: Any) -> None:
 
 
 def _streamed(source: Any) -> Any | None:
-    """Return a Hugging Face iterable dataset, itself or as read by a torchdata loader; None for other sources."""
+    """Return a Hugging Face iterable dataset, or the one that a torchdata loader reads; None for other sources."""
     dataset = source.dataset if is_torchdata_loader(source) else source
     is_stream = derives(dataset, "IterableDataset", "datasets.") and hasattr(dataset, "state_dict")
     return dataset if is_stream else None
 
 
 def _epochs_of(state: Any) -> Iterator[int]:
-    """Yield the epochs in a dataset's state, or in each loader worker's state (all are equal)."""
+    """Yield the epoch in a dataset state, or in the state of each loader worker, where all epochs are equal."""
     if isinstance(state, dict):
         if state.keys() == {_STREAM, "epoch"}:
             yield state["epoch"]

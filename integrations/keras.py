@@ -1,4 +1,4 @@
-"""Checkpointing for Keras 3 ``model.fit``, on torch and jax: :class:`CheckpointCallback`."""
+"""A checkpoint callback for ``model.fit`` of Keras 3 with the torch and jax backends."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ except ImportError:  # the documentation is built without Keras
 
 __all__ = ["CheckpointCallback"]
 
-_POSITION = "position"  # extra with the number of finished epochs, and of batches in the current epoch
+_POSITION = "position"  # extra with the numbers of finished epochs and of batches in the current epoch
 
 logger = logging.getLogger("holdfast")
 
 
 class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
-    """:class:`holdfast.CheckpointCallback` for ``model.fit``: saves model and optimizer, resumes, stops on SIGTERM.
+    """A Keras callback that saves the model and optimizer in ``model.fit``, resumes them, and stops on SIGTERM.
 
     ::
 
@@ -35,22 +35,22 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         sys.exit(checkpoint.exit_status)
 
     A step is a batch. The end of an epoch is saved after its validation, with the metrics of the epoch, such as
-    ``val_loss``. A run that resumes there continues bit for bit if its data depends only on the global random
-    generators of Python, numpy and torch, and on ``extras``. Steps within an epoch are saved at a preemption and by
-    ``save_interval_steps``. Because ``fit`` cannot start within an epoch, a run that resumes there reads the data of
-    that epoch from the beginning, and a warning says how many batches are repeated.
+    ``val_loss``. A run that resumes from the end of an epoch continues bit for bit if its data depends only on
+    ``extras`` and the global random generators of Python, numpy and torch. Steps within an epoch are saved at a
+    preemption and by ``save_interval_steps``. Because ``fit`` cannot start within an epoch, a run that resumes from
+    such a step reads the data of the epoch from the beginning, and logs the number of repeated batches as a warning.
 
     Args:
-        directory: Where to save the checkpoints: a path or a URL.
-        every_n_epochs: Save at the end of every epoch whose number is a multiple of this. None saves at the end of no
-            epoch; another option then determines when to save.
-        extras: What else to save and restore, by name: whatever ``holdfast.CheckpointCallback`` takes as an extra, such
-            as a data generator that has ``get_state`` and ``set_state``.
+        directory: The checkpoint directory, as a path or URL.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value. None does not save at
+            the ends of epochs, and leaves it to other options to determine when to save.
+        extras: Further values and objects to save and restore, by name, such as a data generator that has ``get_state``
+            and ``set_state``. All extras of ``holdfast.CheckpointCallback`` are supported.
         **options: All other options of ``holdfast.CheckpointCallback``.
 
     Raises:
         OptionError: Keras is not installed, or the value of an option is invalid.
-        StateError: Raised by ``fit`` if it does not begin with the checkpoint's epoch; pass ``initial_epoch``.
+        StateError: Raised by ``fit`` if it does not begin at the epoch of the checkpoint; pass ``initial_epoch``.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         self._began = False
         self._epoch = 0  # number of finished epochs
         self._begin_of_epoch = 0  # step at the start of the epoch
-        self._waiting: tuple[int, Any] | None = None  # unreported (batch, logs), perhaps of the epoch's last batch
+        self._waiting: tuple[int, Any] | None = None  # (batch, logs) of an unreported batch, perhaps the epoch's last
 
     @property
     def loop(self) -> LoopCallback:
-        """The training loop callback, which provides everything else: its manager, ``should_stop``, ``proof``."""
+        """The training loop callback that does the work, with attributes such as ``manager`` and ``proof``."""
         return self._loop
 
     @property
@@ -87,7 +87,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     @property
     def initial_epoch(self) -> int:
-        """The number of finished epochs in the checkpoint, for ``fit(initial_epoch=...)``; 0 without a checkpoint."""
+        """The number of finished epochs in the checkpoint or 0, to be passed to ``fit(initial_epoch=...)``."""
         checkpoint = self._loop.peek()
         return 0 if checkpoint is None else int(checkpoint.extras[_POSITION]["epoch"])
 
@@ -103,7 +103,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
     # ---- the hooks of Keras
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore the model and optimizer, whose variables exist at this point."""
+        """Restore the model and optimizer, whose variables now exist."""
         if self._began:  # a further call to fit continues the run
             return
         self._began = True
@@ -123,7 +123,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Raise StateError unless the epoch is the one that follows the checkpoint."""
+        """Raise StateError if the epoch is not the one that follows the checkpoint."""
         if epoch != self._epoch:
             raise StateError(
                 f"fit begins with initial_epoch={epoch}, and {self._epoch} epochs are in the state: pass "
@@ -131,11 +131,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Report the previous batch, which is now known not to be the last of its epoch."""
+        """Report the previous batch, which cannot have been the last of its epoch."""
         self._report_waiting()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Report the batch, unless it may be the last of its epoch."""
+        """Report the batch now if it cannot be the last of its epoch."""
         self._waiting = batch, logs
         steps = self.params.get("steps")
         if steps is not None and batch + 1 < steps:
@@ -143,10 +143,10 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the last batch of an epoch, after its validation."""
-        if self._waiting is None:  # already reported, and that report has stopped the run
+        if self._waiting is None:  # the batch was reported, and that report stopped the run
             return
         batch, self._waiting = self._waiting[0], None
-        self.model.reset_metrics()  # as at the start of the next epoch, and of a resume
+        self.model.reset_metrics()  # as Keras does at the start of the next epoch, where a resume begins
         self._epoch = epoch + 1
         self._ends.finished = self._epoch
         self._report(batch, logs, {"epoch": self._epoch, "batch": 0})
@@ -159,7 +159,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             self._report(batch, logs, {"epoch": self._epoch, "batch": batch + 1})
 
     def _report(self, batch: int, logs: Any, position: Mapping[str, int]) -> None:
-        model = self.model  # on jax, this access copies the loop's values to the model
+        model = self.model  # with jax, this access copies the current values to the model
         step = self._begin_of_epoch + batch + 1
         outcome = self._loop.on_step(step, {"model": model}, metrics=logs, **{_POSITION: position}, **self._extras)
         if outcome.should_stop:

@@ -1,4 +1,4 @@
-"""Training callback options: those of every manager, and further ones that only callbacks have."""
+"""The options of training callbacks, which extend the options of managers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NEVER = "; did you mean 'never', which raises an error if there is a checkpoint
 Partial = Literal["initialize"] | None
 OnInexact = Literal["warn", "raise", "ignore"]
 Reshard = Callable[[str, Sequence[Any], int, int], Any]
-"""A function that makes the state of one process from the states of all processes that saved.
+"""A function that returns the state of one process, given the states of all processes that saved.
 
-It is called with a name, the saved states, the index of the process and the number of processes.
+Its arguments are a name, the saved states, the index of the process and the number of processes.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions(CheckpointOptions):
-    """When a callback saves (if any trigger asks for it), what it keeps (if any rule does), and how it resumes."""
+    """Options that determine when a callback saves, which steps it keeps, and how it resumes."""
 
-    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # if no other trigger is set
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # used if no trigger is set
 
     save_at_end: bool = True
     resume: Resume = "auto"
@@ -82,7 +82,7 @@ class CallbackOptions(CheckpointOptions):
         super().__post_init__()
 
     def tree_handler(self) -> PyTreeCheckpointHandler:
-        """Return a handler that saves trees with these options."""
+        """Return a handler that saves trees according to these options."""
         return PyTreeCheckpointHandler(compression=self.compression)
 
     def preemption_signals(self) -> tuple[signal.Signals, ...]:
@@ -91,7 +91,7 @@ class CallbackOptions(CheckpointOptions):
         return tuple(dict.fromkeys(_signal(name) for name in names))
 
     def manager_options(self) -> CheckpointManagerOptions:
-        """Return the same options for a :class:`~holdfast.CheckpointManager`."""
+        """Return these options in the form that a :class:`~holdfast.CheckpointManager` takes."""
         names = {field.name for field in fields(self)} & {field.name for field in fields(CheckpointManagerOptions)}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return CheckpointManagerOptions(**given, **{} if has_triggers(self) else self.DEFAULT_TRIGGER)
@@ -99,7 +99,7 @@ class CallbackOptions(CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions(CallbackOptions, ProgramPolicies):
-    """Options that can be set only in code: further manager options, and rules for a resume."""
+    """Options that can only be set in code, such as functions, further manager options and rules for a resume."""
 
     clock: Clock | None = None
     metadata: Mapping[str, Any] | None = None
@@ -116,11 +116,11 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
         if self.hyperparameters not in ("saved", "program"):
             raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
         super().__post_init__()
-        self.manager_options()  # This also checks the manager's options.
+        self.manager_options()  # also checks the manager's options
 
 
 def epoch_reason(every: int | None, finished: int | None) -> str | None:
-    """Return why a save is due after ``finished`` epochs (None within one) if every ``every``-th is saved."""
+    """Return the reason to save if ``finished`` (None within an epoch) is a multiple of ``every`` epochs, or None."""
     if every is None or finished is None or finished % every:
         return None
     return "every epoch" if every == 1 else f"every {every} epochs"

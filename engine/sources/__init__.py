@@ -1,4 +1,4 @@
-"""Checkpoints from any library, read as trees."""
+"""Readers that open checkpoints of holdfast and other libraries as trees."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Compares two checkpoints leaf by leaf, and computes statistics of each leaf, in bounded memory."""
+"""Leaf-by-leaf comparison of two checkpoints and statistics of leaves, both in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..pytree import Box, PathFilter, Patterns, materialize
 from .native import leaf_path, trees_in
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
-_PART = 64 << 20  # bytes of a leaf that are read at a time
+_PART = 64 << 20  # maximum number of bytes of a leaf to read at a time
 
 Difference = Literal["missing", "added", "type", "values", "unknown"]
 
@@ -29,12 +29,12 @@ class LeafDifference:
 
     item: str  # name of the leaf's item
     path: str  # path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is not a tree
-    kind: Difference  # "type": dtype or shape differs; "unknown": holdfast cannot read the leaf
-    detail: str  # the difference as text for users
+    kind: Difference  # "type" if dtype or shape differs, "unknown" if holdfast cannot read the leaf
+    detail: str  # human-readable description of the difference
     differing: int = 0  # number of differing elements; 0 if not applicable
     size: int = 0  # total number of elements
-    greatest: float = math.nan  # largest absolute difference of two elements; NaN if one is NaN or not a number
-    relative: float = math.nan  # the same, divided by the largest absolute element
+    greatest: float = math.nan  # largest absolute difference of elements; NaN if any is NaN or not a number
+    relative: float = math.nan  # ``greatest`` divided by the largest absolute value of an element
     first: tuple[int, ...] | None = None  # index of the first differing element
 
     @property
@@ -54,14 +54,14 @@ def compare_checkpoints(
     atol: float = 0.0,
     progress: Progress = NULL,
 ) -> Iterator[LeafDifference]:
-    """Yield the leaves that differ between two checkpoints, in the order of the first one's items and trees.
+    """Yield the leaves that differ between two checkpoints, in the order of items and leaves in the first one.
 
-    Random generators that no step has drawn from are not compared: they differ between runs unless the program seeds
-    them.
+    Random generators that no step has drawn from are not compared, because they differ between runs unless the program
+    seeds them.
 
     Values are equal if their bits are equal. With a tolerance, elements are also equal if ``|a - b| <= atol + rtol *
     |a|``, and NaN equals NaN. Sharding, array libraries and metrics are not compared. ``progress`` counts the bytes of
-    the first checkpoint's leaves.
+    leaves in the first checkpoint.
     """
     trees, others = dict(trees_of(first)), dict(trees_of(second))
     progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
@@ -90,7 +90,7 @@ def compare_checkpoints(
 
 
 def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
-    """Yield the trees of a checkpoint with their names, including the trees of single processes."""
+    """Yield the name and tree of each tree item in a checkpoint, and of each per-process tree inside it."""
     for name, kind in checkpoint.items.items():
         if kind == TREE:
             yield from trees_in(checkpoint, name)
@@ -151,7 +151,7 @@ def _compare_leaves(
 
 
 def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Split an array along its first axis into boxes that are read one at a time."""
+    """Split an array along its first axis into boxes of limited size."""
     if not shape or math.prod(shape) * itemsize <= _PART:
         yield Box((0,) * len(shape), shape)
         return
@@ -231,23 +231,23 @@ def _short(value: Any) -> str:
     return shortened_text(text)
 
 
-# ---- statistics of the values of each leaf, computed in one pass over its data
+# ---- statistics of leaf values, computed in one pass over the data
 
 
-_BATCH = 32 << 20  # total bytes of leaves that are read together
-_LEAST = 8 << 10  # minimum bytes counted per leaf, which limits the number of tiny leaves in a batch
-_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for non-numeric elements (opaque dtypes)
+_BATCH = 32 << 20  # maximum total size in bytes of leaves that are read together
+_LEAST = 8 << 10  # minimum size in bytes counted for a leaf, which limits the number of tiny leaves in a batch
+_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for elements that are not numbers (opaque dtypes)
 
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of a leaf's values; they are None if the leaf has no finite elements."""
+    """Statistics of the finite elements of a leaf, which are None if there are no such elements."""
 
     item: str  # name of the leaf's item
     path: str  # path in the tree
     size: int  # number of elements
-    minimum: float | None = None  # over the finite elements only, as are the next four fields
-    maximum: float | None = None
+    minimum: float | None = None  # smallest finite element
+    maximum: float | None = None  # largest finite element
     mean: float | None = None
     deviation: float | None = None  # standard deviation
     norm: float | None = None  # Euclidean norm
@@ -260,10 +260,10 @@ def leaf_statistics(
 ) -> Iterator[LeafStatistics]:
     """Yield statistics of each numeric leaf, in tree order.
 
-    Small leaves are read together; a larger leaf is read alone, in parts.
+    Small leaves are read in batches, and each larger leaf is read in parts.
 
-    Sums are computed in float64; the means and deviations of an array's parts are merged as in Chan, Golub and LeVeque,
-    "Algorithms for computing the sample variance" (1983). Complex elements are represented by their absolute values.
+    Sums are computed in float64. Means and deviations of an array's parts are merged as in Chan, Golub and LeVeque,
+    "Algorithms for computing the sample variance" (1983). Complex elements are replaced by their absolute values.
     """
     chosen = PathFilter(select)
     trees = list(trees_of(checkpoint))
@@ -285,7 +285,7 @@ def _is_array(leaf: SavedLeaf) -> bool:
 
 
 def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
-    """Return the running sums of several small leaves or of any one leaf; None for a leaf with non-numeric elements."""
+    """Return running sums for several small leaves or one leaf of any size; None for a leaf that is not numeric."""
     sums = [_Running() for _ in leaves]
     slabs = [_slabs(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
     nbytes = sum(leaf.nbytes for leaf in leaves)
@@ -306,7 +306,7 @@ class _Running:
 
     def __init__(self) -> None:
         self._count = self._nan = self._inf = 0
-        self._mean = self._squares = self._norm = 0.0  # squares: sum of squared distances from the mean
+        self._mean = self._squares = self._norm = 0.0  # _squares: sum of squared distances from the mean
         self._minimum, self._maximum = math.inf, -math.inf
 
     def add(self, part: NDArray[Any]) -> None:

@@ -1,17 +1,17 @@
-"""Finds the checkpoints that a path refers to: a single one, or a directory of steps, from holdfast or other libraries.
+"""Finds the checkpoint or the directory of steps that a path refers to, written by holdfast or another library.
 
-All interfaces see a directory through :func:`find_steps`: the steps that holdfast wrote, or else those that another
-library wrote, and the newest of them. ``engine/steps.py`` has the rules for holdfast's steps; for another library, the
-format decides which steps belong together, and the newest is the one recorded by its writer, or else the highest.
+All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote, or else the steps
+that another library wrote. ``engine/steps.py`` defines the rules for holdfast's steps. For another library, its format
+defines which steps belong together, and the newest is the step that the writer recorded as such, or else the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
-below, the only place where the engine names packages that are built on it. The module is imported only when a name in a
-directory matches one of its patterns, and imports its libraries (tensorstore, msgpack, a framework) only to read. It
-defines, for a location and the names or entries directly inside it (none for a file):
+below, the only code in the engine that names packages built on it. The module is imported only when a name in a
+directory matches one of its patterns, and must import its libraries (tensorstore, msgpack, a framework) lazily. It
+defines two functions, which take a location and the names or entries directly inside it (none for a file):
 
-- ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`, or None if the location is not a
-  checkpoint of this format, and raises DamagedCheckpointError for a damaged one;
-- ``recognise_steps(location, entries)``, if the format has runs with steps, which returns :class:`FoundSteps`.
+- ``recognise(location, names)`` returns the opened :class:`CheckpointSource`, or None if the location is not a
+  checkpoint of this format, and raises DamagedCheckpointError for a damaged checkpoint;
+- ``recognise_steps(location, entries)`` returns :class:`FoundSteps`; it is required if the format has runs with steps.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ NATIVE = "holdfast"  # format name of holdfast's own checkpoints
 
 
 class FoundSteps(NamedTuple):
-    """The steps in a directory, from holdfast or another library."""
+    """The steps in a directory, written by holdfast or another library."""
 
-    format: str = ""  # the library that wrote the steps; ``""`` if there are none
-    entries: tuple[StepEntry, ...] = ()  # all steps, including damaged ones: by series, in ascending order
+    format: str = ""  # name of the library that wrote the steps; ``""`` if there are none
+    entries: tuple[StepEntry, ...] = ()  # all steps, including damaged ones, sorted by series and step
     noted: StepEntry | None = None  # the step that the writer recorded as the newest, or None
     metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the run's metadata
 
@@ -69,7 +69,7 @@ class FoundSteps(NamedTuple):
         noted: int | None = None,
         metadata: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> FoundSteps:
-        """Return another library's steps, given their locations and the step recorded as the newest."""
+        """Return another library's steps, given their locations and the step that the writer noted as the newest."""
         entries = {step: StepEntry(step, location) for step, location in sorted(steps.items())}
         return cls(format, tuple(entries.values()), None if noted is None else entries[noted], metadata)
 
@@ -78,11 +78,11 @@ class FoundSteps(NamedTuple):
         return self.format == NATIVE
 
     def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step; with ``whole``, the newest whose commit record is undamaged."""
+        """Return the newest step, or with ``whole`` the newest step whose commit record is intact."""
         return self.noted or newest_step(self.entries, whole=whole)
 
     def step(self, step: int) -> StepEntry | None:
-        """Return one step, or None; raise OptionError for a number that occurs in several series."""
+        """Return a step, or None if it does not exist; raise OptionError if it exists in several series."""
         entries = [entry for entry in self.entries if entry.step == step]
         if len(entries) > 1:
             raise OptionError(
@@ -92,7 +92,7 @@ class FoundSteps(NamedTuple):
         return entries[0] if entries else None
 
     def by_step(self) -> dict[int, StepEntry]:
-        """Return the entries by step, in ascending order; raise OptionError for numbers that are in several series."""
+        """Return the entries by step, in ascending order; raise OptionError if a step exists in several series."""
         steps = sorted({entry.step for entry in self.entries})
         return {step: entry for step in steps if (entry := self.step(step))}
 
@@ -100,10 +100,10 @@ class FoundSteps(NamedTuple):
 class _Entry(NamedTuple):
     """A row in the table of formats."""
 
-    module: str  # module name below ``integrations/formats``
-    inside: tuple[str, ...] = ()  # name patterns; a directory that contains a match may be a checkpoint
-    files: tuple[str, ...] = ()  # name patterns; a file whose name matches may be a checkpoint
-    steps: tuple[str, ...] = ()  # name patterns; a directory that contains a match may be a run with steps
+    module: str  # name of the module in ``integrations/formats``
+    inside: tuple[str, ...] = ()  # patterns of names in a directory that may be a checkpoint
+    files: tuple[str, ...] = ()  # patterns of names of files that may be checkpoints
+    steps: tuple[str, ...] = ()  # patterns of names in a directory that may be a run with steps
     function: str = "recognise"
 
 
@@ -117,13 +117,13 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # Files that only TensorFlow before 0.12 can read: the module raises an error that names their format.
+    # Files of TensorFlow before 0.12, for which the module raises an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open another library's checkpoint, or return None if there is none; reject parts of a holdfast checkpoint."""
+    """Open another library's checkpoint or return None, but raise an error for a part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -137,7 +137,7 @@ def recognise(location: Location) -> CheckpointSource | None:
 
 
 def _is_our_archive(location: Location) -> bool:
-    """Return whether a file begins and ends like a zip file written by holdfast for an item."""
+    """Return whether a file begins and ends like a zip file in which holdfast stores an item."""
     if not location.name.endswith(ARCHIVE) or not location.is_there() or location.is_directory():
         return False
     with location.open_data() as file:
@@ -154,7 +154,7 @@ def _module(entry: _Entry) -> ModuleType:
 
 
 def find_steps(location: Location) -> FoundSteps:
-    """Return the steps in a directory: holdfast's, or else another library's."""
+    """Return the steps that holdfast wrote to a directory, or else the steps of another library."""
     if location.exists() and not location.is_directory():
         with location.open_data() as file:
             content = left_by_download(file) or "a file of no supported format; checkpoints are directories"
@@ -173,7 +173,7 @@ def find_steps(location: Location) -> FoundSteps:
 
 
 def left_by_download(file: DataReader) -> str:
-    """Describe a file that a failed download left in place of a checkpoint; "" for other files."""
+    """Describe a file that a failed download left instead of a checkpoint, or return "" for other files."""
     content = file.read(0, min(64, file.size)).tobytes()
     if not content:
         return "an empty file"
@@ -185,13 +185,13 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Raise CheckpointExistsError if a directory has only other runs' steps; return False if it has this run's."""
-    # If this run has ``begun`` here before, the files may come from another callback, such as Lightning's
-    # ModelCheckpoint, whose names differ from those of its steps. Single checkpoints of hf.save or graphs are not runs.
+    """Raise CheckpointExistsError if a directory only has other runs' steps; return whether it has none of this run."""
+    # If this run has ``begun``, the files may have been written by another callback of the program, such as Lightning's
+    # ModelCheckpoint. Single checkpoints of hf.save or graphs do not count as runs.
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # hf.save records no reason, and Checkpoint.save pins its checkpoints: neither counts as a run.
+    # Checkpoints of hf.save have no reason, and those of Checkpoint.save are pinned. Neither belongs to a run.
     steps = [
         entry
         for entry in all_steps.entries
@@ -230,7 +230,7 @@ def _prefix_option(series: str) -> str:
 
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:
-    """Return the location of the checkpoint that a path refers to: the path itself, or one of its steps."""
+    """Return the location of the checkpoint that a path refers to, which is the path itself or one of its steps."""
     if step is None or not has_record(location) or _has_steps(location):
         return location if step is None and not is_run(location) else find_step(location, step).location
     recorded = read_record(location).step
@@ -259,7 +259,7 @@ def find_step(location: Location, step: int | None) -> StepEntry:
 
 
 def _part_of(location: Location) -> str:
-    """Name the checkpoint that contains this item, or one process's share of an item; "" for other paths."""
+    """Return a text that names the checkpoint containing this item or per-process tree, or "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():
@@ -269,12 +269,12 @@ def _part_of(location: Location) -> str:
 
 
 def is_run(location: Location) -> bool:
-    """Return whether a path may be a directory of steps: it is not a checkpoint itself, or it has holdfast steps."""
+    """Return whether a path may be a directory of steps, because it is not itself a checkpoint of any library."""
     return not has_record(location) and not is_foreign(location)
 
 
 def is_foreign(location: Location) -> bool:
-    """Return whether this is another library's checkpoint, even a damaged one; never true if it has holdfast steps."""
+    """Return whether a path is another library's checkpoint, even a damaged one, and not a checkpoint of holdfast."""
     if is_ours(location):
         return False
     try:
@@ -284,7 +284,7 @@ def is_foreign(location: Location) -> bool:
 
 
 def is_ours(location: Location) -> bool:
-    """Return whether holdfast wrote a checkpoint or a step here, possibly among other files."""
+    """Return whether a path contains a checkpoint or step written by holdfast, possibly among other files."""
     return has_record(location) or (location.is_directory() and _has_steps(location))
 
 

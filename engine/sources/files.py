@@ -1,4 +1,4 @@
-"""Helpers for files of other libraries' checkpoints: JSON, first and last bytes, sizes, and atomic replacement."""
+"""Helpers that read and replace files in checkpoints of other libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JSON_LIMIT = 512 << 20  # maximum size of a JSON file in bytes
 
 
 def read_json(location: Location, content: bytes | None = None) -> Any:
-    """Read a JSON file; ``content`` is its content if the caller has already read it."""
+    """Parse a JSON file, reading it unless its content is given."""
     content = read_checked(location, None, limit=_JSON_LIMIT) if content is None else content
     try:
         return json.loads(content.decode("utf-8"))
@@ -27,7 +27,7 @@ def read_json(location: Location, content: bytes | None = None) -> Any:
 
 
 def read_object(location: Location, content: bytes | None = None) -> dict[str, Any]:
-    """Read a JSON file that contains an object."""
+    """Parse a JSON file that must contain an object, reading it unless its content is given."""
     document = read_json(location, content)
     if not isinstance(document, dict):
         raise DamagedCheckpointError(f"{location} is damaged: expected a JSON object, found {type(document).__name__}")
@@ -35,7 +35,7 @@ def read_object(location: Location, content: bytes | None = None) -> dict[str, A
 
 
 def read_optional(location: Location) -> dict[str, Any]:
-    """Read a JSON file that contains an object; return ``{}`` if it is missing or empty."""
+    """Parse a JSON file that must contain an object, or return ``{}`` if it is missing or empty."""
     try:
         content = location.read_bytes(limit=_JSON_LIMIT)
     except ObjectNotFoundError:
@@ -44,12 +44,12 @@ def read_optional(location: Location) -> dict[str, Any]:
 
 
 def total_bytes(location: Location) -> int:
-    """Return the total size in bytes of a file or directory tree; 0 in object stores, where listing is slow."""
+    """Return the total size in bytes of a file or directory tree, or 0 in object stores, where listing is slow."""
     if not location.is_local:
         return 0
     if not location.is_directory():
         return _size(os.fspath(location))
-    sizes = {}  # keyed by folder identity (device and inode)
+    sizes = {}  # by device and inode of the folder
     for folder, folders, files in os.walk(location, followlinks=True):
         status = os.stat(folder)
         if (identity := (status.st_dev, status.st_ino)) in sizes:  # symlinks may form a cycle
@@ -60,7 +60,7 @@ def total_bytes(location: Location) -> int:
 
 
 def entry_size(folder: Location, entry: Entry) -> int:
-    """Return a file's size in bytes, even if an object store's listing lacks it; 0 for a directory."""
+    """Return the size of a file in bytes, opening it if the listing has no size; 0 for a directory."""
     if entry.is_directory or entry.size is not None:
         return entry.size or 0
     with (folder / entry.name).open_data() as file:
@@ -81,14 +81,14 @@ def last_bytes(location: Location, count: int) -> bytes:
 
 
 def refuse_leaves(source: TreeSource, target: str, problems: Sequence[str]) -> None:
-    """Raise an error with one line for each leaf that another format cannot store, if there are any."""
+    """Raise UnsupportedLeafError, with one line per problem, if another format cannot store some leaves."""
     if problems:
         headline = f"{source.location} cannot be stored in {target}; nothing was written:"
         raise UnsupportedLeafError("\n  ".join([headline, *problems]))
 
 
 def check_destination(destination: Location, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError for a directory, or for an existing file without ``overwrite``."""
+    """Raise CheckpointExistsError if the destination is a directory, or an existing file without ``overwrite``."""
     if destination.is_directory():
         raise CheckpointExistsError(f"{destination} is a directory; give the name of a file, which may lie in it")
     if destination.exists() and not overwrite:
@@ -97,9 +97,9 @@ def check_destination(destination: Location, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(destination: Location) -> Iterator[Location]:
-    """Yield a temporary location in the same folder, and rename it to ``destination`` at the end."""
+    """Yield a temporary location in the same folder, and rename it to ``destination`` if the block succeeds."""
     destination.parent.make_directory()
-    if not destination.is_local:  # a single request is atomic
+    if not destination.is_local:  # writing an object is a single request, which is atomic
         yield destination
         return
     partial = destination.parent / f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}"
@@ -114,5 +114,5 @@ def replacing(destination: Location) -> Iterator[Location]:
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
-    except OSError:  # a broken symlink, or another program is replacing the file
+    except OSError:  # the symlink is broken, or another program is replacing the file
         return 0

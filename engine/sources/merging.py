@@ -1,4 +1,4 @@
-"""Merges several checkpoints into one tree: each leaf comes from the first checkpoint whose pattern matches it."""
+"""Merges several checkpoints into one tree, taking each leaf from the first checkpoint whose pattern matches it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def read_merged(places: Mapping[str, Place], item: str | None, read: Callable[[CheckpointSource], T]) -> T:
-    """Open each pattern's checkpoint and read their merged tree; retry if one of them is replaced meanwhile."""
+    """Open the checkpoints and read their merged tree, retrying if one of them is replaced in the meantime."""
     if not places:
         raise OptionError("the dictionary of patterns and checkpoints to load is empty")
 
@@ -35,7 +35,7 @@ def read_merged(places: Mapping[str, Place], item: str | None, read: Callable[[C
 
 def _merged(patterns: Sequence[str], trees: Sequence[TreeSource]) -> MergedTree:
     filters = list(map(PathFilter, patterns))
-    leaves: list[tuple[int, int]] = []  # tree index and position in that tree, for each leaf
+    leaves: list[tuple[int, int]] = []  # index of the tree and position in it, for each leaf
     merged: Any = None
     for number, tree in enumerate(trees):
         paths = [leaf.name.split(".") for leaf in tree.leaves]
@@ -62,7 +62,7 @@ def _joined(tree: Any, other: Any, path: str) -> Any:
 
 
 class MergedTree(TreeSource):
-    """Leaves from several trees; ``picks`` has the tree index and the position in that tree for each leaf."""
+    """A tree of leaves from several trees; ``picks`` has the index of the tree and the position in it for each leaf."""
 
     def __init__(self, trees: Sequence[TreeSource], picks: Sequence[tuple[int, int]], tree: TreeDocument) -> None:
         self.location = trees[0].location

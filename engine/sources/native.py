@@ -1,4 +1,4 @@
-"""Opens checkpoints from holdfast and other libraries, given their path."""
+"""Opens the checkpoint at a path, written by holdfast or another library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class NativeCheckpoint(CheckpointSource):
-    """A checkpoint committed by holdfast."""
+    """A checkpoint written by holdfast."""
 
     format = NATIVE
 
@@ -33,7 +33,7 @@ class NativeCheckpoint(CheckpointSource):
         self.location = location
         self.record: CheckpointRecord = read_record(location)
         with naming(location):
-            self.parts = self.record.parts()  # an item with one tree per process has one part per process
+            self.parts = self.record.parts()  # an item with one tree per process has several parts
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.nbytes = self.record.nbytes
         self.step, self.reason = self.record.step, self.record.reason
@@ -48,7 +48,7 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder and files of an item; the zip file of the last item is cached in memory."""
+        """Return the folder and files of an item; the latest item is cached, possibly with its zip file in memory."""
         if self._opened is None or self._opened[0] != item:
             self._opened = None
             saved = self.parts[item]
@@ -89,7 +89,7 @@ class NativeCheckpoint(CheckpointSource):
 
 
 def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
-    """Yield a tree of a checkpoint, followed by the trees of single processes inside it."""
+    """Yield the name and tree of an item, followed by the names and trees of its processes, if any."""
     tree = checkpoint.tree(name)
     yield name, tree
     for process, share in enumerate(own_shares(checkpoint.files(name) or {})):
@@ -97,18 +97,18 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
 
 
 def leaf_path(item: str, name: str) -> str:
-    """Return the path of a leaf in a tree that :func:`trees_in` yields under the name ``item``."""
-    if f"/{OWN_FOLDER}/" in item:  # the first key is an object's escaped path, such as `data.train`
+    """Return the path of a leaf in the tree that :func:`trees_in` yields with the name ``item``."""
+    if f"/{OWN_FOLDER}/" in item:  # the first key is the escaped path of an object, such as `data.train`
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
     return format_path(name)
 
 
-# ---- the checkpoint that a path stands for
+# ---- the checkpoint that a path refers to
 
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
-    """Open and read the checkpoint that a path refers to; retry if it is replaced or a symlink is repointed."""
+    """Open and read the checkpoint that a path refers to, retrying if it is replaced or a symlink is changed."""
 
     def look() -> CheckpointSource:
         if step is None:
@@ -125,7 +125,7 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
 
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
-    """Open the checkpoint that a path refers to."""
+    """Open the checkpoint that a path refers to, which may be a step in a directory."""
     if has_record(location) and (step is None or find_checkpoint(location, step) == location):
         return NativeCheckpoint(location)
     if step is None and not is_ours(location) and (source := recognise(location)) is not None:
@@ -138,18 +138,18 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     except CheckpointNotFoundError:
         if step is not None or entry.record is None:
             raise
-    return open_checkpoint(location.snapshot())  # the run has deleted the step meanwhile, and may have saved a new one
+    return open_checkpoint(location.snapshot())  # the run has deleted the step, and may have saved a new one
 
 
 def open_at(location: Location) -> CheckpointSource:
     """Open the checkpoint at a location returned by :func:`find_checkpoint`."""
     if has_record(location):
         return NativeCheckpoint(location)
-    return recognise(location) or NativeCheckpoint(location)  # the latter raises an error about what is missing
+    return recognise(location) or NativeCheckpoint(location)  # which raises an error about the missing record
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Yield each checkpoint's share of the progress, weighted by its size, for a call that reads all of them."""
+    """Yield each checkpoint's share of the progress of a call that reads all of them, in proportion to its size."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
@@ -162,11 +162,11 @@ def _nbytes(entry: StepEntry) -> int:
     try:
         return open_at(entry.location).nbytes
     except HoldfastError:
-        return 0  # unreadable: the call itself raises the error
+        return 0  # the call itself raises this error when it reads the checkpoint
 
 
 def described_steps(location: Location) -> FoundSteps:
-    """Return another library's steps with records of their times, metrics and items, for use by a manager."""
+    """Return another library's steps with commit records that a manager can use; return no steps for a holdfast run."""
     steps = find_steps(location)
     if steps.is_native:
         return FoundSteps()
@@ -187,6 +187,6 @@ def _described(entry: StepEntry) -> StepEntry | None:
         )
     except DamagedCheckpointError as error:
         return entry._replace(error=error)
-    except CheckpointNotFoundError:  # the run has deleted the step meanwhile
+    except CheckpointNotFoundError:  # the run has deleted the step in the meantime
         return None
     return entry._replace(record=record)

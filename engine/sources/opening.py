@@ -1,4 +1,4 @@
-"""Open checkpoints: trees with array handles, which read only the parts that an index selects."""
+"""``hf.open``: checkpoints opened as trees of array handles, which read only the elements that an index selects."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .protocol import TREE, CheckpointSource
 
 
 class OpenCheckpoint:
-    """An open checkpoint: a context manager that returns the tree, and closes the checkpoint on exit.
+    """A context manager that returns the tree of an open checkpoint, and closes the checkpoint on exit.
 
     Attributes:
-        tree: The saved containers, with an :class:`ArrayHandle` in place of each array. Values that are not arrays are
-            as they were saved.
+        tree: The saved containers, with an :class:`ArrayHandle` in place of each array and the saved values of all
+            other leaves.
     """
 
     def __init__(self, source: CheckpointSource, item: str | None, select: Patterns | None) -> None:
@@ -48,14 +48,14 @@ class OpenCheckpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read from its trees so far, including the index and gaps between chunks.
+        """The number of bytes read so far, including the index and gaps between chunks.
 
-        0 for a format that is read through its own library, such as HDF5.
+        This is 0 for a format that is read through its own library, such as HDF5.
         """
         return sum(opened.bytes_read for opened in self._trees)
 
     def close(self) -> None:
-        """Close the checkpoint: its handles can no longer read; arrays that were read remain valid."""
+        """Close the checkpoint. Its handles can no longer read, but arrays that were read remain valid."""
         for opened in self._trees:
             opened.close()
 
@@ -76,16 +76,16 @@ class OpenCheckpoint:
 
 
 class _Address(NamedTuple):
-    """The address of a handle's tree, from which another process can open it."""
+    """The address of a tree, with which another process can open it to read from a pickled handle."""
 
-    location: Location  # the checkpoint
-    item: str  # name of the tree
-    identity: str  # changes if another checkpoint replaces this one
-    is_stable: bool  # whether the identity is always the same for the same checkpoint; otherwise it is random
+    location: Location  # location of the checkpoint
+    item: str  # name of the item
+    identity: str  # changes if the checkpoint is replaced
+    is_stable: bool  # False if the identity is random, because the checkpoint has no fingerprint
 
 
 class _OpenTree:
-    """A tree from which handles read."""
+    """An open tree from which array handles read."""
 
     def __init__(self, checkpoint: CheckpointSource, item: str, tree: TreeSource) -> None:
         fingerprint = tree.fingerprint or _files_of(tree)
@@ -98,16 +98,16 @@ class _OpenTree:
 
     @property
     def bytes_read(self) -> int:
-        reads = self._reads  # a local reference, because another thread may close the tree meanwhile
+        reads = self._reads  # a local reference, because another thread may close the tree
         return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
-        """Release the tree's memory and files, even while handles to it remain."""
+        """Release the tree's memory and files, even if there are handles to it."""
         self._bytes_read = self.bytes_read
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return the open checkpoint and its tree; the error for a closed one says that a leaf cannot be ``action``."""
+        """Return the checkpoint and its tree, or raise an error because the leaf cannot be ``action`` when closed."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "
@@ -121,7 +121,7 @@ class _OpenTree:
 
     @contextlib.contextmanager
     def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
-        """Yield the tree; raise an error if the checkpoint is closed or deleted, or its files have been replaced."""
+        """Yield the tree; raise an error if the checkpoint is closed, deleted or replaced."""
         checkpoint, tree = self.opened(leaf, "read")
         try:
             yield tree
@@ -129,14 +129,14 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
-        # Other libraries' files do not show whether they belong together.
+        # Files of other libraries do not show whether they belong to the same checkpoint.
         now = _identities(tree) if self._files else {}
         if any(now.get(path, mark) != mark for path, mark in self._files.items()):
             raise _replaced(checkpoint.location, checkpoint.format)
 
 
 def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
-    """Return the error for a handle whose checkpoint has been replaced by one in ``new_format``."""
+    """Return the error for a handle whose checkpoint was replaced by a checkpoint in ``new_format``."""
     if new_format == NATIVE:
         return CheckpointNotFoundError(
             f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, "
@@ -149,7 +149,7 @@ def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
 
 
 def _files_of(tree: TreeSource) -> str:
-    """Return the names, sizes and modification times of the files of another library's tree; "" in an object store."""
+    """Return the paths, sizes and modification times of a tree's local files as text, or "" in an object store."""
     if not tree.location.is_local:
         return ""
     top, files = os.fspath(tree.location), tree.files_read
@@ -163,7 +163,7 @@ def _files_of(tree: TreeSource) -> str:
 
 
 def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
-    """Return properties of a tree's files and folders that change if one of them is replaced."""
+    """Return properties of a tree's files and folders that change when one of them is replaced."""
     identities = {}
     for path in [tree.location, *(tree.files_read or ())] if tree.location.is_local else ():
         with contextlib.suppress(OSError):  # an open file remains readable after it is deleted
@@ -175,7 +175,7 @@ def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def _reopened(address: _Address) -> _OpenTree:
-    """Open the tree of a handle from another process; cached, so that all tasks in this process share it."""
+    """Open the tree of a handle that was pickled in another process; cached for all tasks in this process."""
     location, item = address.location, address.item
     try:
         opened = read_checkpoint(location, lambda source: _OpenTree(source, item, source.tree(item)))
@@ -191,20 +191,20 @@ def _reopened(address: _Address) -> _OpenTree:
 class ArrayHandle:
     """An array in an open checkpoint. Indexing reads the selected elements into a numpy array.
 
-    Only the chunks that a selection needs are read, and each of them is verified against its checksum if the format has
-    one. Any number of threads can read at the same time. A handle can be pickled while its checkpoint is open: another
-    process opens the checkpoint again when it reads, and refuses a checkpoint that has replaced it. For a checkpoint of
-    another library, the sizes and times of its files show a replacement; in an object store, nothing does, so only the
-    shapes and dtypes of the arrays are compared.
+    Only the required chunks are read, and each of them is verified if the format has checksums. Any number of threads
+    can read at the same time. A handle can be pickled while its checkpoint is open. The process that unpickles it opens
+    the checkpoint again on the first read, and raises an error if the checkpoint was replaced. Replaced checkpoints of
+    other libraries are detected by the sizes and modification times of their files; in object stores, only by the
+    shapes and dtypes of their arrays.
 
     Attributes:
         shape: The shape of the array.
-        dtype: The dtype of its elements.
+        dtype: The dtype of the elements.
         ndim: The number of axes.
         size: The number of elements.
         itemsize: The size of an element in bytes.
         nbytes: The total size of all elements in bytes.
-        read_only: Always True: handles cannot write.
+        read_only: Always True, because handles cannot write.
     """
 
     ndim: int
@@ -224,7 +224,7 @@ class ArrayHandle:
         assert leaf.saved.dtype is not None
         self._leaf = leaf
         self._address = address
-        self._opened = opened  # None in another process, which opens the tree when it reads
+        self._opened = opened  # None in another process, which opens the tree on the first read
         self._chunks = chunks
         self.shape: tuple[int, ...] = leaf.saved.shape
         self.dtype: np.dtype[Any] = leaf.saved.dtype
@@ -240,7 +240,7 @@ class ArrayHandle:
         return opened
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the array's address; the process that unpickles it opens the checkpoint again when it reads."""
+        """Pickle the address of the array; the process that unpickles it opens the checkpoint on the first read."""
         if self._opened is not None:
             self._opened.opened(self._leaf, "pickled")
         try:
@@ -253,7 +253,7 @@ class ArrayHandle:
         return type(self), (self._leaf, self._address, None, self.chunks)
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        """Return a tuple that identifies the array's content to dask."""
+        """Return a tuple by which dask identifies the content of the array."""
         location, item, identity, _ = self._address
         return "holdfast", str(location), item, self._leaf.name, identity
 
@@ -264,7 +264,7 @@ class ArrayHandle:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the chunks in which the array is read; the array's own shape if the format has no chunks."""
+        """The shape of the chunks in which the array is read, or the shape of the array if the format has no chunks."""
         if self._chunks is None:
             with self._open().reading(self._leaf) as tree:
                 self._chunks = tree.chunks(self._leaf)
@@ -272,12 +272,12 @@ class ArrayHandle:
 
     @property
     def cdata_shape(self) -> tuple[int, ...]:
-        """The number of chunks along each axis, under zarr's name for it."""
+        """The number of chunks along each axis, under the name that zarr uses."""
         return tuple(map(len, self._grid()))
 
     @property
     def sharding(self) -> str:
-        """How the array was sharded across devices, as text for users; ``""`` if it was not."""
+        """A description of the saved array's sharding over devices; ``""`` if it was not sharded."""
         return self._leaf.saved.sharding_text
 
     @property
@@ -302,7 +302,7 @@ class ArrayHandle:
         return np.asarray(self[...], dtype)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the elements along the first axis; the rows of a chunk are read together."""
+        """Yield the elements along the first axis, reading all rows of a chunk together."""
         rows = self.chunks[0] if len(self) else 1
         for start in range(0, len(self), rows):
             yield from self[start : start + rows]
@@ -316,11 +316,11 @@ class ArrayHandle:
         """Read the whole array as a JAX array.
 
         Args:
-            sharding: A ``jax.sharding.Sharding``; each process reads the parts for its own devices. None puts the array
+            sharding: A ``jax.sharding.Sharding``; each process reads the shards of its own devices. None puts the array
                 on the default device.
 
         Returns:
-            The array; an array of typed keys if typed keys were saved.
+            The array, which has a key dtype if typed PRNG keys were saved.
         """
         return self._as("jax", sharding)
 
@@ -347,13 +347,13 @@ class ArrayHandle:
 
 
 def is_array(leaf: SavedLeaf) -> bool:
-    """Return whether a leaf can be indexed: any array except one of half-precision complex numbers."""
+    """Return whether a leaf can be indexed, which is the case for all arrays except torch's complex32 tensors."""
     saved = leaf.saved
     return saved.dtype is not None and saved.kind in ARRAY_KINDS and saved.details.get("torch_dtype") != "complex32"
 
 
 def open(path: Place, *, item: str | None = None, select: Patterns | None = None) -> OpenCheckpoint:  # noqa: A001
-    """Open a checkpoint without reading its arrays: each becomes a handle that reads only what an index selects.
+    """Open a checkpoint with a lazy handle for each array, which reads only the elements that an index selects.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -365,30 +365,30 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
            [10, 12, 14]]))
 
     Args:
-        path: A checkpoint or a directory of steps, as for :func:`~holdfast.load`; also one from another library.
-        item: The item to open if the checkpoint has several; None opens the only one, or all as a dictionary.
-        select: Patterns of leaf paths such as ``"params/**"``; the tree contains only the matching leaves.
+        path: A checkpoint or a directory of steps, in any format that :func:`~holdfast.load` supports.
+        item: The item to open. None opens the only item, or a dictionary of all items if there are several.
+        select: Patterns of leaf paths, such as ``"params/**"``. The tree contains only the matching leaves.
 
     Returns:
         A context manager that returns the tree: the saved containers, with an :class:`ArrayHandle` in place of each
-        array. Without ``with``, use its attribute ``tree`` and call its method ``close`` at the end.
+        array. Without ``with``, use its attribute ``tree``, and call its method ``close`` at the end.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or it has no such item.
-        DamagedCheckpointError: The index or another small file fails verification; handles raise it for the chunks
+        DamagedCheckpointError: The index or another small file fails its checks. Handles raise this error for chunks
             that they read.
-        TreeMismatchError: A pattern matches no leaf.
+        TreeMismatchError: A pattern does not match any leaf.
     """
 
     def opened(source: CheckpointSource) -> OpenCheckpoint:
-        target = source.location.without_links()  # open handles keep this target if a link is repointed
+        target = source.location.without_links()  # handles keep reading this target if a symlink is changed
         return OpenCheckpoint(source, item, select) if target == source.location else read_checkpoint(target, opened)
 
     return read_checkpoint(as_location(path), opened)
 
 
 def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, Any]) -> Any:
-    """Load the indexed parts of the arrays that match each pattern; ``...`` selects a whole array or other value."""
+    """Load the elements that ``parts`` selects from leaves by pattern; the index ``...`` selects a whole leaf."""
     name = source.only_tree(item)
     tree = source.selected_tree(name, list(parts))
     indexes = {}

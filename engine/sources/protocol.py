@@ -1,4 +1,4 @@
-"""The interface for checkpoints of any library, with defaults for what a format does not support."""
+"""The interface through which checkpoints of all libraries are read, with defaults for unsupported operations."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("holdfast")
 
 TREE = "pytree"  # kind of items that are trees of arrays
-JSON = "json"  # kind of items that are JSON
-METRICS = "metrics"  # kind of an item that only duplicates the checkpoint's metrics; read only if named
+JSON = "json"  # kind of items that are JSON documents
+METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics, and are read only if they are named
 
 
 class CheckpointSource(Protocol):
-    """A single checkpoint, from any library.
+    """A single checkpoint of any library.
 
-    Classes that read checkpoints derive from this class. They set ``format``, ``location``, ``items`` and ``nbytes``,
-    and define :meth:`tree`; everything else has a default for formats that do not support it.
+    A subclass for a format sets ``format``, ``location``, ``items`` and ``nbytes``, and defines :meth:`tree`. All other
+    attributes and methods have defaults for formats that do not support them.
     """
 
     format: str  # name of the library that wrote the checkpoint, such as ``"Orbax"``
-    location: Location  # the checkpoint's directory or file
-    # Kind of each item: ``TREE``, ``JSON`` or ``METRICS``; items of other kinds are listed but not read.
+    location: Location  # location of the checkpoint's directory or file
+    # The kind of each item: ``TREE``, ``JSON`` or ``METRICS``. Items of other kinds are listed but not read.
     items: Mapping[str, str]
     nbytes: int  # total size of all files in bytes
     step: int | None = None  # step number, if the checkpoint records it
-    reason: str = ""  # why the checkpoint was saved, if recorded
+    reason: str = ""  # reason why the checkpoint was saved, if recorded
     time: float | None = None  # commit time in seconds since 1970-01-01 UTC, if recorded
     metrics: Mapping[str, Any] | None = None  # metrics stored with the checkpoint
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint
@@ -44,7 +44,7 @@ class CheckpointSource(Protocol):
 
     @abc.abstractmethod
     def tree(self, item: str) -> TreeSource:
-        """Open an item of kind ``TREE``; an error about an unreadable structure names the file."""
+        """Open an item of kind ``TREE``; if its structure is unreadable, raise an error that names the file."""
 
     def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
         """Open an item of kind ``TREE`` with only the leaves that match the patterns."""
@@ -53,11 +53,11 @@ class CheckpointSource(Protocol):
         return selected(self.tree(item), select)
 
     def value(self, item: str) -> Any:
-        """Read an item that is not a tree; an error about an unreadable item names the file."""
+        """Read an item that is not a tree; if it is unreadable, raise an error that names the file."""
         raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
 
     def files(self, item: str) -> Mapping[str, FileRecord] | None:
-        """Return an item's files, keyed by path in its folder; None if the format does not record them."""
+        """Return the files of an item by path in its folder, or None if the format does not record them."""
         return None
 
     def check_item(self, item: str | None) -> None:
@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested tree, or of the only one; ``how`` is the hint if there are several."""
+        """Return the name of the requested tree or the only tree; an error about several trees ends with ``how``."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
@@ -85,7 +85,7 @@ class CheckpointSource(Protocol):
     def load(
         self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
     ) -> Any:
-        """Load an item; the options apply to trees, as for :func:`~holdfast.load`."""
+        """Load an item; the options are those of :func:`~holdfast.load`, and only apply to trees."""
         kind = self.items[item]
         if kind != TREE:
             if kind in (JSON, METRICS) and (like is not None or select is not None):
@@ -93,13 +93,13 @@ class CheckpointSource(Protocol):
                     f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
                 )
             return self.value(item)
-        from ..handlers import PyTreeCheckpointHandler  # imported lazily: only loading needs it
+        from ..handlers import PyTreeCheckpointHandler  # imported lazily, because only loading needs it
 
         folder, source = self._source_of(item)
         return PyTreeCheckpointHandler().restore(folder, like, select=select, cast=cast, subset=subset, **source)
 
     def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
-        """Return the folder of a tree, and the keyword arguments with which its handler reads it."""
+        """Return the folder of a tree, and the keyword arguments with which its handler must restore it."""
         return self.location, {"source": self.tree(item)}
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
@@ -112,11 +112,11 @@ class CheckpointSource(Protocol):
         return self.complete(item, source, tree)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        """Add the leaves that only their handlers can read to a loaded tree; by default, there are none."""
+        """Add leaves that only type handlers can read to a loaded tree; by default, there are no such leaves."""
         return tree
 
     def items_to_load(self) -> list[str]:
-        """Return the items to load if none is named: by default, trees and JSON."""
+        """Return the items to load if none is named, which are trees and JSON by default."""
         wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
         if not wanted:
             raise OptionError(
@@ -130,7 +130,7 @@ class CheckpointSource(Protocol):
 
 
 class SingleTree(CheckpointSource):
-    """A checkpoint that consists of a single tree; callables compute its properties on demand."""
+    """A checkpoint that consists of a single tree; properties given as functions are computed on demand."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Trees in other libraries' files: containers built from the key paths of leaves, and arrays that are parts of files.
+"""Trees in files of other libraries, whose containers are built from the key paths of leaves.
 
-Only the requested leaves are read.
+Arrays are stored contiguously or in parts, and only requested leaves are read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Branch(dict[str | int, Any]):
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Build nested containers from paths and values; those with keys ``number(0)``, ``number(1)``, ... become lists."""
+    """Build nested dicts from paths and values; those with the keys ``number(0)``, ``number(1)``, ... become lists."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build the document of a tree from numbered leaves and empty containers; return it and the order of the leaves."""
+    """Build a tree document from leaf numbers and empty containers; return it and the leaf numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -89,12 +89,12 @@ def storage_name(path: Path) -> str:
     return join([str(key) for key in path])
 
 
-# Key in the details of a None leaf that may stand for a container without leaves.
+# Key in the details of a None leaf that may represent a container without leaves.
 OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the named leaves, and without the containers that become empty."""
+    """Return a tree without the named leaves and the containers that become empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
@@ -111,7 +111,7 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
 
 
 def rooted(source: TreeSource, root: str | None) -> TreeSource:
-    """Return the subtree in one container of a tree, such as ``model``."""
+    """Return the subtree in a container of a tree, such as ``model``."""
     if root is None:
         return source
     prefix = f"{root.strip('/')}/"
@@ -125,7 +125,7 @@ def rooted(source: TreeSource, root: str | None) -> TreeSource:
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Omit the leaves of which only the names have been saved; return the tree and a line of text for each one."""
+    """Omit leaves that were saved by name only; return the tree, and a line of text for each omitted leaf."""
     left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
@@ -134,7 +134,7 @@ def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
 
 
 def without_unreadable(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Omit the unreadable leaves; return the tree and a line of text for each. Raise an error if no array is left."""
+    """Omit unreadable leaves; return the tree, and a line for each omitted leaf. Raise an error if no array is left."""
     left_out = source.unreadable
     lines = [f"{format_path(name)} ({why})" for name, why in sorted(left_out.items())]
     if left_out and not any(leaf.saved.dtype is not None and leaf.name not in left_out for leaf in source.leaves):
@@ -157,8 +157,8 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 _logger = logging.getLogger("holdfast")
 
-_AMPLIFICATION = 16  # views of shared memory may claim at most 16 times the total file size
-_SMALL = 64 << 20  # total bytes of arrays that are accepted regardless of file size
+_AMPLIFICATION = 16  # maximum ratio of array sizes to file sizes, which is above 1 if arrays are views of shared memory
+_SMALL = 64 << 20  # total size in bytes of arrays that are accepted regardless of file sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +172,15 @@ class StoredPart:
     length: int  # number of bytes from the first element to the last
     dtype: np.dtype[Any]  # dtype of the stored elements, including their byte order
     strides: tuple[int, ...] | None = None  # stride along each axis, in elements; None for C order without gaps
-    # Checks the bytes against the checksum in the file; None if the file has none for exactly these bytes.
+    # A function that compares the bytes with a checksum, or None if the file has no checksum of exactly these bytes.
     is_intact: Callable[[Bytes], bool] | None = None
     # A function to apply to the elements after reading, such as a conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    # Decodes stored bytes, such as compressed ones, to elements; None for plain elements.
+    # A function that decodes the bytes to elements, for example by decompression, or None if they are plain elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the elements of this part inside a box; the whole part if it has a checksum or is encoded."""
+        """Return the part inside a box, or the whole part if it has a checksum or is encoded; None if disjoint."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
@@ -225,7 +225,7 @@ class StoredPart:
 
 
 class StoredArray:
-    """An array in another library's files that has not been read yet."""
+    """An unread array in files of another library."""
 
     __slots__ = ("_parts", "details", "dtype", "shape")
 
@@ -270,7 +270,7 @@ class StoredArray:
 
 
 class Unreadable:
-    """A leaf that only code from the file could create: it is listed, but not read."""
+    """A leaf that is listed but not read, because this would require running code from the file."""
 
     __slots__ = ("what",)
 
@@ -279,11 +279,11 @@ class Unreadable:
 
 
 class OtherTree(TreeSource):
-    """A tree of another library, in which whole arrays and boxes of arrays are read in the same way."""
+    """A tree of another library, with one method that reads both whole arrays and boxes of arrays."""
 
     @abc.abstractmethod
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
-        """Read whole arrays (None) or boxes of arrays."""
+        """Read a box of each leaf, or the whole array if the box is None."""
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return self._read([(leaf, None) for leaf in leaves])
@@ -293,7 +293,7 @@ class OtherTree(TreeSource):
         return [[array for _ in wanted if (array := next(arrays)) is not None] for wanted in boxes]
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        # For formats without containers, and state dicts of modules, layers/0/weight and layers.0.weight are the same.
+        # In flat formats and state dicts of modules, layers/0/weight and layers.0.weight are the same leaf.
         source = super().for_template(names)
         ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
         theirs = {".".join(split(name)): name for name in names}
@@ -307,7 +307,7 @@ class OtherTree(TreeSource):
 
 
 class StoredTree(OtherTree):
-    """A tree whose leaves are arrays in files, plain values, or unreadable leaves."""
+    """A tree whose leaves are arrays in files, plain values or unreadable."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class StoredTree(OtherTree):
 
     @classmethod
     def of(cls, location: Location, tree: Any, nbytes: int, **more: Any) -> Self:
-        """Flatten a tree with leaves that are :class:`StoredArray`, :class:`Unreadable` or plain values."""
+        """Create the source for a tree whose leaves are :class:`StoredArray`, :class:`Unreadable` or plain values."""
         try:
             flat = flatten(tree)
         except UnsupportedLeafError as error:
@@ -414,7 +414,7 @@ class StoredTree(OtherTree):
         return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
     def file(self, path: str) -> Location:
-        """Return the location of a file for its path in a :class:`StoredPart`."""
+        """Return the location of the file with this path in a :class:`StoredPart`."""
         return self.location / path if path else self.location
 
 
@@ -425,7 +425,7 @@ class FetchedArray(NamedTuple):
     name: str  # the array's name in the file
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    obstacle: str = ""  # why holdfast cannot read it; empty if it can
+    obstacle: str = ""  # reason why holdfast cannot read the array; empty if it can
 
     @property
     def nbytes(self) -> int:
@@ -433,7 +433,7 @@ class FetchedArray(NamedTuple):
 
 
 class FetchedTree(OtherTree):
-    """A tree whose arrays are read one by one, through the function that :meth:`opened` yields."""
+    """A tree whose arrays are read one by one with the function that :meth:`opened` yields."""
 
     def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
         self.location = location
@@ -448,7 +448,7 @@ class FetchedTree(OtherTree):
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
-        """Open the file; yield a function that reads an array by name, or a box of it if the format allows that."""
+        """Open the file and yield a function that reads an array by name, or only a box of it if this is supported."""
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
@@ -462,8 +462,8 @@ class FetchedTree(OtherTree):
                 if array.shape != (leaf.saved.shape if box is None else box.shape):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
-                raw = array.dtype.kind == "V"  # the file format does not have this dtype
-                # The library has allocated the array just for this call: a copy would double the memory.
+                raw = array.dtype.kind == "V"  # the file format does not support this dtype
+                # Do not copy the array, which the library has just allocated, because that would double the memory.
                 arrays.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return arrays
 
@@ -478,7 +478,7 @@ def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Mark arrays whose bytes overlap in a file for copying, so that no arrays share memory."""
+    """Mark ranges that overlap in a file for copying, because arrays must not share memory."""
     marked: list[Range] = []
     file, end = "", 0
     for place in ranges:
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Describe a value in a file; also return the source of its data, or None if the description contains the value."""
+    """Return the description of a value, and the source of its data, or None if the description contains the value."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):
@@ -499,10 +499,10 @@ def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | 
 
 
 def not_read(why: str) -> Saved:
-    """Describe an unreadable leaf as a string that says why it cannot be read."""
+    """Return the description of an unreadable leaf: a string leaf that contains the reason."""
     return Saved({"kind": "str", "value": f"({why}, which is not read)"})
 
 
 def _own(array: NDArray[Any], *, is_new: bool) -> NDArray[Any]:
-    """Return an aligned array in C order that shares no memory; copy a new array only if necessary."""
+    """Return an aligned array in C order that does not share memory, copying a new array only if necessary."""
     return np.require(array, requirements=["C", "A", "W"]) if is_new else np.array(array, order="C", copy=True)

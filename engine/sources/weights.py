@@ -1,4 +1,4 @@
-"""Loads weights for a model from any checkpoint; their names show which container they are in."""
+"""Loads weights for a model from any checkpoint, finding the container of the weights by their names."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _CONTAINERS = (
     ("", "params", "state_dict", "model", "params.params", "model_state_dict", "module")
     + ("state.params", "model.params", "state.model", "state.state_dict")
 )  # fmt: skip
-"""Containers in which programs keep the weights in their checkpoints, with keys joined by dots."""
+"""Containers in which checkpoints usually keep the weights, with keys joined by dots."""
 
 
 @dataclass
 class Misfits:
-    """Human-readable differences between a program and a checkpoint, keyed by path."""
+    """Human-readable differences between a program and a checkpoint, by path."""
 
     kept: dict[str, str] = field(default_factory=dict)  # descriptions of values with another form in the checkpoint
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
-    moved: dict[str, str] = field(default_factory=dict)  # path in the program -> different path in the checkpoint
+    moved: dict[str, str] = field(default_factory=dict)  # from paths in the program to paths in the checkpoint
     left: list[str] = field(default_factory=list)  # values found only in the checkpoint
 
     def missing(self, paths: Iterable[str]) -> None:
-        """Record values missing from the checkpoint, unless it has them in another form."""
+        """Record values that are missing from the checkpoint, except values that it has in another form."""
         self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
@@ -39,7 +39,7 @@ class Misfits:
         self.kept[path] = difference(path, expected, found) + more
 
     def surplus(self, paths: Iterable[str]) -> None:
-        """Record values found only in the checkpoint, unless the program has them in another form."""
+        """Record values that are only in the checkpoint, except values that the program has in another form."""
         self.left += [path for path in paths if path not in self.kept]
 
     def check(self, what: str) -> None:
@@ -58,12 +58,12 @@ class Misfits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights that have been loaded, and where they came from."""
+    """The weights of a model, and the checkpoint from which they were loaded."""
 
     tree: Any  # the weights, in the template's containers
     location: Location  # location of the checkpoint
     format: str  # the library that wrote the checkpoint
-    container: str  # their container in the checkpoint, such as ``params``; empty if they are the whole checkpoint
+    container: str  # container of the weights, such as ``params``; empty if they are the whole checkpoint
     leaves: int  # number of arrays
     bytes: int  # total size of the arrays in bytes
 
@@ -83,9 +83,9 @@ def load_weights(
 ) -> Weights:
     """Load a model's weights from any checkpoint that holdfast can read.
 
-    Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` equals the nested
+    Names are compared with their keys joined by dots, and a module's ``layers.0.weight`` therefore equals the nested
     ``layers/0/weight``. The weights may be the whole checkpoint, or be in a container such as ``params`` or
-    ``state_dict``. With ``misfits``, weights that do not fit are recorded there, and keep the template's values.
+    ``state_dict``. If ``misfits`` is given, weights that do not fit are added to it and keep the template's values.
     """
 
     def read(checkpoint: CheckpointSource) -> Weights:
@@ -123,10 +123,10 @@ def load_weights(
 def load_fitting(
     source: TreeSource, flat: Flattened, pairs: Iterable[tuple[str, str]], misfits: Misfits
 ) -> tuple[Any, list[SavedLeaf]]:
-    """Load the leaves of a tree that fit the leaves of a template; the others keep the template's values.
+    """Load the saved leaves that fit the leaves of a template; all other leaves keep the template's values.
 
-    ``pairs`` are the names of corresponding leaves in the checkpoint and in the template; the differences are added to
-    ``misfits``. Return the whole tree and the leaves that were read; raise TreeMismatchError if there are none.
+    ``pairs`` has the names of corresponding leaves in the checkpoint and the template. Differences are added to
+    ``misfits``. Return the whole tree and the leaves that were read; raise TreeMismatchError if no leaf fits.
     """
     leaves = {leaf.name: leaf for leaf in source.leaves}
     templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
@@ -158,7 +158,7 @@ def load_fitting(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], str, TreeSource]]:
-    """Yield each container of a tree as its rank, its path, and its leaves under the template's names."""
+    """Yield the rank and path of each container of a tree, and its leaves under the names of the template."""
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # More names in common rank higher; for the same number, fewer other names do.
+            # Prefer containers that share many names with the template, and in a tie those with few other names.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)

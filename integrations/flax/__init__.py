@@ -1,4 +1,4 @@
-"""Checkpoints for JAX and Flax training loops: ``holdfast.CheckpointCallback`` under its earlier name."""
+"""The earlier name of ``holdfast.CheckpointCallback`` for JAX and Flax training loops."""
 
 from __future__ import annotations
 

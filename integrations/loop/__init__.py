@@ -1,4 +1,4 @@
-"""The callback for any training loop, and the rules of resuming and preemption that other callbacks share."""
+"""The callback for any training loop, and the resume and preemption logic that it shares with other callbacks."""
 
 from __future__ import annotations
 

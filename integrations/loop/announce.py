@@ -1,4 +1,4 @@
-"""Announces what every user should see about a run: how it starts and ends, and which steps are lost."""
+"""Messages that every user of a run should see: how it starts and ends, and which steps are lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("holdfast")
 
 
 def announce(text: str, *args: object, shown: bool = True) -> None:
-    """Log a line at INFO; if ``shown``, also write it to stderr, unless a handler shows it or logging is silenced."""
+    """Log a line at INFO. If ``shown``, also write it to stderr, unless a handler emits it or logging is silenced."""
     logger.info(text, *args)
-    # A program silences it by setting this logger's level or disabling logging.
+    # A program silences the message by setting the level of this logger or disabling logging.
     silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
     is_handled = any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
     if shown and not silent and not is_handled and sys.stderr is not None:
@@ -29,7 +29,7 @@ def announce(text: str, *args: object, shown: bool = True) -> None:
 
 
 _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
-    (HoldfastError, ""),  # its message already says what to do
+    (HoldfastError, ""),  # the message already contains advice
     (KeyboardInterrupt, '. To save the step first at Ctrl-C, set signals=("SIGTERM", "SIGHUP", "SIGINT")'),
     (SystemExit, ". To save the step first, leave the loop with break, and call sys.exit after the with block"),
     (BaseException, ". To lose fewer steps, save more often: save_interval_steps= or save_interval_secs="),
@@ -38,7 +38,7 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Tracks a run's reported and saved steps, to announce at its end which steps are saved and which are lost."""
+    """Tracks the reported and saved steps of a run, and announces at its end which steps are saved or lost."""
 
     directory: str
     saves_at_end: bool = True
@@ -46,7 +46,7 @@ class Ending:
     saved: int | None = None  # last step that was saved or restored
 
     def begin(self) -> None:
-        """Register a report at interpreter exit, unless the callback is closed or another one continues the run."""
+        """Announce the ending at interpreter exit, unless the callback has been closed or replaced by then."""
         _open[self.directory] = self
 
     def note(self, event: Event) -> None:
@@ -54,7 +54,7 @@ class Ending:
             self.saved = event.get("step")
 
     def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
-        """Stop tracking; if ``shown``, report the steps lost to an exception."""
+        """Stop tracking; if ``shown``, announce which steps an exception has lost."""
         if _open.get(self.directory) is self:
             del _open[self.directory]
         if error is not None and shown:
@@ -62,7 +62,7 @@ class Ending:
             self.say(f"the loop ended with {type(error).__name__}", advice)
 
     def say(self, how: str, advice: str) -> None:
-        """Announce which step is saved, and warn about lost steps."""
+        """Announce which step is saved, or warn about lost steps."""
         if self.step is None:
             return
         if self.step == self.saved:
@@ -73,12 +73,12 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs with an open callback, keyed by directory; they keep no state alive
+_open: dict[str, Ending] = {}  # runs with an open callback, by directory; they hold no references to states
 os.register_at_fork(after_in_child=_open.clear)
 
 
 def _end_all() -> None:
-    """Warn about lost steps at interpreter exit, when nothing can be saved any more."""
+    """Warn about lost steps at interpreter exit, when they can no longer be saved."""
     error = getattr(sys, "last_value", None)  # the exception that ends the program, if any
     for ending in _open.values():
         if ending.step != ending.saved:

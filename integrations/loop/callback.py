@@ -1,6 +1,6 @@
-"""The training loop callback: saves checkpoints, decides which to keep, and resumes runs.
+"""The training loop callback, which saves checkpoints, decides which of them to keep, and resumes runs.
 
-:class:`CheckpointCallback` is framework-agnostic; a :class:`StateAdapter`, chosen by the state's type, is not.
+:class:`CheckpointCallback` is framework-agnostic; a :class:`StateAdapter` contains the code for each type of state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class HasStateDict(Protocol):
-    """A torch module or optimizer, or a similar object: it counts as a state even if it is callable."""
+    """An object such as a torch module or optimizer, which is treated as a state even if it is callable."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the object's values by name."""
@@ -76,13 +76,13 @@ Live = TypeVar("Live", bound=HasStateDict)
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The outcome of a call to ``on_step`` or ``on_eval``, and what the loop should do next.
+    """The outcome of a call to ``on_step`` or ``on_eval``.
 
     Attributes:
         saved: Whether this call saved the step. The files are written in the background, except after a preemption,
             when they are durable on return.
-        reason: Why the step was or was not saved, as text for users.
-        should_stop: Whether to leave the loop now.
+        reason: The reason why the step was or was not saved, as human-readable text.
+        should_stop: Whether the program should leave the loop now.
     """
 
     saved: bool
@@ -111,60 +111,61 @@ class CheckpointCallback:
                     break
 
     Step N means that the state includes N optimizer updates, so increment the step and call ``on_step`` after the
-    update. A run that is interrupted anywhere and then resumed ends with exactly the same bits as an uninterrupted
+    update. A run that is interrupted at any point and then resumed ends with exactly the same bits as an uninterrupted
     run, provided that the state and the extras contain everything that the loop depends on.
 
-    The state is one of these:
+    The state must be one of the following:
 
-    - a pytree of jax, numpy or torch arrays and plain values, such as a ``TrainState``: the state that you pass is
-      never changed; a new one is returned, with the types that were saved (a number that had become a jax array is
-      restored as one, weakly typed if it was; a list that had grown is restored at its saved length);
-    - nnx objects, or dicts, lists and tuples of them: updated in place;
-    - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and everything
-      else that ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, but only if
-      everything in the state matches everything in the checkpoint;
-    - a component of ``holdfast.components``: restored in place.
+    - A pytree of jax, numpy or torch arrays and plain values, such as a ``TrainState``. The state that you pass is not
+      changed. The restored state has the saved types: a number that became a jax array is restored as a jax array,
+      weakly typed if it was, and a list that grew is restored with its saved length.
+    - nnx objects, or dicts, lists and tuples of nnx objects, which are updated in place.
+    - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all other objects that
+      ``holdfast.graph`` saves (its nodes, and objects with attributes). They are restored in place, but only if the
+      whole state matches the whole checkpoint.
+    - A component of ``holdfast.components``, which is restored in place.
 
     ``init_from`` initializes the ``params`` of a pytree, or the weights of the only module in the state. With
     ``save_on_best``, the metric is fetched from the device at every step that reports it.
 
-    Extras can have any names, and each is one of these:
+    Extras can have any names. Each extra must be one of the following:
 
-    - an object with ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``, a numpy ``Generator``
-      or a ``random.Random``: restored in place;
-    - nnx objects, such as ``nnx.Rngs``: restored in place;
-    - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types that
-      were saved and the shardings of the value that was passed;
-    - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
-      the restored value as it was saved; the passed value is not a template.
+    - An object with ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``, a numpy ``Generator``
+      or a ``random.Random``, which is restored in place.
+    - nnx objects, such as ``nnx.Rngs``, which are restored in place.
+    - A pytree with arrays or typed PRNG keys. ``checkpoint.extras[name]`` is the restored pytree, with the saved types
+      and the shardings of the pytree that was passed.
+    - Plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them). ``checkpoint.extras[name]`` is
+      the saved value; the value that was passed is not used as a template.
 
     Checkpoints do not include torch gradients. If gradients are accumulated over several batches, call ``on_step``
     after ``optimizer.step()``, not after each batch; otherwise a warning is logged.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
-    draw from, are saved with the extras, and restored after everything else. So if the program draws random values only
-    once, as for a validation set, do so before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
+    draw from, are saved with the extras and restored after all other values. If the program draws random values only
+    once, for example to select a validation set, draw them before ``restore_or_initialize``.
 
-    SIGTERM only sets a flag. The next ``on_step`` saves and waits until the files are durable. After at most
-    ``witness_steps_after_signal`` further steps, it asks to stop; ``sys.exit(checkpoint.exit_status)`` then informs the
-    scheduler. Leaving the ``with`` block saves the last step if it has not been saved, waits for the files and closes
-    the callback. If an exception ends the block, nothing more is saved, but a save in progress is finished. Worker
-    processes that are started after the callback has been created survive a signal to the whole job.
+    SIGTERM only sets a flag. The next ``on_step`` saves the step and waits until its files are durable. After at most
+    ``witness_steps_after_signal`` further steps, ``on_step`` asks the loop to stop, after which the program should call
+    ``sys.exit(checkpoint.exit_status)`` to inform the scheduler. Leaving the ``with`` block saves the last step unless
+    it is already saved, waits for the files and closes the callback. If an exception ends the block, a save in progress
+    is completed, but the last step is not saved. Worker processes that are started after the callback was created
+    survive a signal to the whole job.
 
-    In a program of several processes (``jax.distributed`` or ``torch.distributed``), each creates a callback and calls
-    it at every step. They save the arrays together; of the other extras, such as data iterators, each process saves
-    and restores its own.
+    In a program with several processes (``jax.distributed`` or ``torch.distributed``), each process creates a callback
+    and calls it at every step. The processes save the arrays together, but each process saves and restores its own
+    data iterators and other extras that are stateful objects or plain data.
 
     Args:
-        directory: Where to save the checkpoints: a path or a URL.
+        directory: The checkpoint directory, as a path or URL.
         save_interval_steps, max_to_keep, best_fn, best_mode:
 
     Args: when to save
         save_interval_secs, save_on_best, save:
-        save_at_end: Save the last step when training ends, even if no trigger asks for it.
-        step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that the
-            state of step N includes N + 1 updates, and a resume begins with step N + 1. 0 if it is the update count.
-            It is saved with each step; None uses the offset of the step that the run resumes from, or 0.
+        save_at_end: Whether to save the last step when training ends, even if no trigger is due.
+        step_offset: 0 if your loop reports the number of updates as its step, 1 if it reports the index of the last
+            update, as with Orbax. With 1, the state of step N includes N + 1 updates, and a resume begins with step
+            N + 1. None uses the offset that was saved with the step from which the run resumes, or else 0.
         item_intervals:
 
     Args: what to keep
@@ -172,68 +173,68 @@ class CheckpointCallback:
 
     Args: where, and how it is stored
         mirror, local, step_prefix, step_name_width:
-        metadata: JSON about the run, such as its configuration, stored with the checkpoints.
-        compression: Compress arrays with zstd at this level, 1 to 22. None disables compression, which is faster on a
-            fast disk.
+        metadata: JSON about the run, such as its configuration, which is stored with the checkpoints.
+        compression: The zstd level with which arrays are compressed, from 1 to 22. None disables compression, which is
+            faster on a fast disk.
         reuse_unchanged:
 
     Args: what a resume does
-        resume: ``"auto"`` resumes if there is a checkpoint (``"latest"``, ``"last"`` and True are the same),
-            ``"must"`` raises if there is none, and ``"never"`` raises if there is one. A number resumes from that
-            step, ``"best"`` from the one that ``best_fn`` ranks first. Later steps are kept until the run saves them
-            again; remove the option before you restart the run.
-        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, from holdfast or
-            another library. Names, shapes and dtypes of all weights must match; everything else starts fresh. A run
-            that resumes ignores this option.
-        partial: ``"initialize"`` resumes with a state that has changed, such as another layer or one more
-            transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
-            initialized, and a warning lists them. It applies to a resume and to the weights of ``init_from``. None
-            requires that everything matches.
-        hyperparameters: Which hyperparameters a resume uses if they differ, such as a new learning rate:
-            ``"saved"`` uses those in the saved state, ``"program"`` keeps the options of torch optimizers and the
-            values of ``optax.inject_hyperparams`` as the program has set them. A log line lists the differences.
-        global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
-            devices), as far as the program has imported them. In a run of several processes, each has its own, unless
-            they are ``replicated``.
-        witness: Record the steps after each save, so that a resume can compare its first steps with them. A log line
-            says which steps were identical, and a warning says what differs.
+        resume: ``"auto"`` resumes if there is a checkpoint (``"latest"``, ``"last"`` and True do the same), ``"must"``
+            raises an error if there is none, and ``"never"`` raises an error if there is one. A number resumes from
+            that step, and ``"best"`` from the step that ``best_fn`` ranks first. Later steps are kept until the run
+            saves them again; remove the option before you restart the run.
+        init_from: The checkpoint from which a fresh start takes its weights, in any format that ``hf.load`` supports.
+            The names, shapes and dtypes of all weights must match. All other state starts fresh. A run that resumes
+            ignores this option.
+        partial: ``"initialize"`` allows the state to differ from the checkpoint, for example after a layer or an
+            optimizer transformation was added. Values that fit are restored, all others stay as they were initialized,
+            and a warning lists them. This applies to a resume and to the weights of ``init_from``. None requires that
+            all values match.
+        hyperparameters: Which hyperparameters, such as learning rates, a resume uses if the program's differ from the
+            saved ones. ``"saved"`` uses the saved values, and ``"program"`` keeps the options of torch optimizers and
+            the values of ``optax.inject_hyperparams`` from the program. A log line lists the differences.
+        global_generators: Whether to save and restore the global random generators of Python, numpy and, if it was
+            imported, torch (on the CPU and on devices). If there are several processes, each process has its own
+            generators, unless they are ``replicated``.
+        witness: Whether to record the steps after each save, with which a resumed run compares its first steps. A log
+            line lists the identical steps, and a warning describes any difference.
         on_inexact: What to do if the steps of a resumed run differ from those before the stop: log a warning
-            (``"warn"``), raise ``StateError`` at that step and save nothing more (``"raise"``), or only record it in
-            ``proof`` and an event (``"ignore"``).
+            (``"warn"``), raise ``StateError`` at that step and stop saving (``"raise"``), or only record the difference
+            in ``proof`` and an event (``"ignore"``).
 
     Args: preemptions
-        signals: The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. A
-            closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C does so, with exit status 130, and a later one
-            interrupts the program. SIGHUP and SIGINT stay ignored if they already are, as under ``nohup`` and ``&``.
-        grace_secs: The time that the scheduler leaves between the signal and the end of the process. A warning reports
-            a save that takes longer.
-        witness_steps_after_signal: After SIGTERM, when the step has been saved, continue for up to this many steps, as
-            far as they fit in a quarter of ``grace_secs`` (2 seconds without it). They are recorded, so that the resume
-            can be compared with them, but not saved. 0 stops at the saved step.
+        signals: Names of the signals that announce a preemption, after which the run saves the current step and ends. A
+            closed terminal sends SIGHUP. With SIGINT, the first Ctrl-C ends the run this way, with exit status 130, and
+            a later one interrupts it. SIGHUP and SIGINT stay ignored if they already are, as under ``nohup`` or ``&``.
+        grace_secs: The time that the scheduler allows between the signal and the end of the process. A warning is
+            logged if a save takes longer.
+        witness_steps_after_signal: The maximum number of further steps that the run takes after it has saved because of
+            SIGTERM. They must fit in a quarter of ``grace_secs`` (2 seconds if it is None). They are not saved, but
+            recorded for comparison with the resumed run. 0 stops at the saved step.
         save_timeout_secs:
 
     Args: several processes
-        replicated: Names of state that is the same in all processes, so that any number of them can restore it. It may
-            be an extra, such as a position in an order independent of the process count, or a random generator
-            seeded alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
-            ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. In loops,
-            each save checks that the states are equal, and stores one; Lightning trainers check it when another number
-            of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
-            ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
-        reshard: Called when a different number of processes resumes, for each data position and any other state that
-            differs between processes. Its arguments are the name, the states that processes 0, 1, ... have saved, the
-            index of this process and the number of processes; it returns the state for this process. Without it, such a
-            resume is refused. Random generators are restored by process index.
+        replicated: Names of states that are equal in all processes, and that any number of processes can restore. They
+            may be extras, such as a position in an order that does not depend on the number of processes, or a random
+            generator with the same seed everywhere; ``"global_generators"`` for those of Python, numpy and torch; and
+            in Lightning ``"loaders"`` for training loaders with ``state_dict``, or ``"loaders/0"`` for the first one.
+            Loops check at each save that the states are equal, and store one; Lightning trainers check this when a
+            different number of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to``
+            with a ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
+        reshard: A function to call when a different number of processes resumes, for each data position and any other
+            state that differs between processes. Its arguments are the name, the states saved by processes 0, 1, ...,
+            the index of this process and the number of processes; it returns the state of this process. Without this
+            function, such a resume raises an error. Random generators are restored by process index.
         barrier_timeout_secs, load_and_broadcast:
 
     Args: tests
-        clock: The time source, for tests.
+        clock: A replacement for the system clock, for tests.
 
     Attributes:
-        extras: The extras by name, as restored; after a fresh start, as passed.
+        extras: The restored extras by name, or the extras that were passed if the run started fresh.
 
     Raises:
-        OptionError: The value of an option is invalid.
+        OptionError: An option has an invalid value.
     """
 
     @explains_options
@@ -285,7 +286,7 @@ class CheckpointCallback:
         self._options = options = LoopArguments(**given)
         self._state_checkpointer = AsyncCheckpointer(options.tree_handler())
         extras = options.tree_handler()
-        extras.optional = True  # component trees contain this item only if there are extras
+        extras.optional = True  # component trees have this item only if there are extras
         self._manager = CheckpointManager(
             options.directory,
             {
@@ -304,8 +305,8 @@ class CheckpointCallback:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._witness = Witness(self._manager, enabled=options.witness, on_inexact=options.on_inexact)
         self._adapter: StateAdapter | None = None  # chosen by the type of the first state
-        self._saver: StepSaver | None = None  # set once the state before the first step is known
-        self._stop: Stop | None = None  # set once the processes of the run are connected
+        self._saver: StepSaver | None = None  # set when the state before the first step is known
+        self._stop: Stop | None = None  # set when the processes of the run are connected
         self._preemption = self._signal(options.preemption_signals())
         self._after_signal = StepsAfterSignal(options, self._manager, self._preemption)
         self._generators = GlobalGenerators() if options.global_generators else None
@@ -323,15 +324,14 @@ class CheckpointCallback:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The checkpoint manager, for everything beyond the loop: listing steps, reading metrics, pinning."""
+        """The checkpoint manager, which can list and pin steps, read metrics, and so on."""
         return self._manager
 
     @property
     def preempted(self) -> bool:
         """True if one of the signals has arrived.
 
-        Reading it is cheap, so evaluation loops may check it, too. A supervisor that watches for hangs then sees
-        that the program is alive.
+        It is cheap enough for evaluation loops, where reading it also shows a supervisor that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
         return self._preemption.received
@@ -343,7 +343,7 @@ class CheckpointCallback:
 
     @property
     def proof(self) -> Proof:
-        """The result so far of comparing a resumed run with the steps before the stop."""
+        """The current result of comparing a resumed run with the steps before the stop."""
         return self._witness.proof
 
     @property
@@ -355,8 +355,8 @@ class CheckpointCallback:
     def exit_status(self) -> int:
         """The exit status for the program: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
 
-        It is 130 after a Ctrl-C if ``signals`` includes SIGINT, so that nothing restarts the program, and otherwise 0.
-        Read it after the ``with`` block, when the last step has been saved.
+        It is 130 after Ctrl-C if ``signals`` includes SIGINT, to prevent a restart, and 0 otherwise. Read it after the
+        ``with`` block, when the last step has been saved.
         """
         if not self._preemption.received:
             return 0
@@ -364,42 +364,42 @@ class CheckpointCallback:
 
     @overload
     def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]:
-        """Restore objects, such as modules and optimizers, in place; initialize when there is no checkpoint."""
+        """Restore objects such as modules and optimizers in place if there is a checkpoint."""
 
     @overload
     def restore_or_initialize(self, state: Callable[[], T], *, like: Any = None, **extras: Any) -> tuple[T, int]:
-        """Restore the state that a function makes; call the function only when there is no checkpoint."""
+        """Restore a state that has the structure of a function's result, or call the function on a fresh start."""
 
     @overload
     def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]:
-        """Restore a state and return it with its update count; initialize when there is no checkpoint."""
+        """Return the restored state and its number of updates, or the given state on a fresh start."""
 
     def restore_or_initialize(self, state: Any, *unknown: Never, like: Any = None, **extras: Any) -> tuple[Any, int]:
-        """Restore the newest whole checkpoint, or the step that ``resume`` names; initialize when there is none.
+        """Restore the newest intact checkpoint or the step that ``resume`` selects, or start fresh if there is none.
 
         Args:
-            state: The freshly initialized state, which is the template for the restore. Or a function without arguments
-                that creates it with jax: ``jax.eval_shape`` determines the shapes, and the function is called only on
-                a fresh start, so that there are never two states in memory.
+            state: The freshly initialized state, which is the template for the restore. Alternatively, a function
+                without arguments that creates it with jax. The shapes are determined by ``jax.eval_shape``, and the
+                function is called only on a fresh start, to avoid holding two states in memory.
             like: The template if ``state`` is a function, such as an abstract state with shardings. A fresh start calls
                 the function under ``jax.jit`` with the shardings of the template.
-            **extras: What else to restore. Pass each of them to every ``on_step`` call as well.
+            **extras: Further values and objects to restore. Pass all of them to every ``on_step`` call as well.
 
         Returns:
             The state and the number of updates that it includes, which is also the index of the next update.
 
         Raises:
-            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that
+            CheckpointNotFoundError: There is no checkpoint and ``resume="must"``, or ``resume`` selects a step that
                 does not exist.
-            CheckpointExistsError: ``resume="never"``, and there are checkpoints.
-            TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from those that the run
-                began with, or the parameters from those in ``init_from``.
-            UnsupportedLeafError: The state or an extra has a leaf that cannot be saved; names every such leaf.
+            CheckpointExistsError: There are checkpoints and ``resume="never"``.
+            TreeMismatchError: The structure, shapes or dtypes of the state or the extras differ from those with which
+                the run began, or those of the parameters differ from ``init_from``.
+            UnsupportedLeafError: The state or an extra has leaves that cannot be saved; the message lists all of them.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
-            DamagedCheckpointError: The step that ``resume`` names is damaged.
+            DamagedCheckpointError: The step that ``resume`` selects is damaged.
             OwnershipError: Another live run writes to the directory.
             OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored, or has the
-                name of an option; or ``replicated`` names an extra that was not passed; or the state is abstract, and
+                name of an option; or ``replicated`` names an extra that was not passed; or the state is abstract and
                 there is no checkpoint.
         """
         if unknown:
@@ -423,7 +423,7 @@ class CheckpointCallback:
             if resume == "never" or self._manager.latest_step() is None:
                 initial.check_fresh(adapter)
             self._begin()
-            self._saver = None  # so that the loop cannot continue with unrestored values after an error
+            self._saver = None  # prevents the loop from continuing with unrestored values after an error
             self._manager.acquire()
             self._names = frozenset(extras)
             restored = None if resume == "never" else restore(self._manager, adapter, initial, given, self._options)
@@ -469,19 +469,18 @@ class CheckpointCallback:
         return state
 
     def peek(self) -> Peek | None:
-        """Return what ``restore_or_initialize`` will restore, before the state has been built.
+        """Return the step, extras, metrics and metadata that ``restore_or_initialize`` will restore.
 
-        This is for programs whose state depends on the step, such as those that prune layers or add parameter groups.
-        All processes must call it together. ``resume`` determines the step. Only the extras of the step are read, so
-        this may return a step that the restore skips because its state is damaged.
+        Programs whose state depends on the step, for example because they prune layers, can call this before they build
+        the state. All processes must call it together. ``resume`` selects the step. Only the extras of the step are
+        read, so this may return a step that the restore skips because its state is damaged.
 
         Returns:
-            Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
-            their methods have returned; arrays are numpy arrays, or torch tensors if the program has imported
-            it.
+            The step, extras, metrics and metadata, or None for a fresh start. The extra of a stateful object is its
+            saved state. Arrays are numpy arrays, or torch tensors if they were saved as such and torch is imported.
 
         Raises:
-            CheckpointNotFoundError: ``resume`` names a step that does not exist, or is ``"must"`` without a checkpoint.
+            CheckpointNotFoundError: ``resume`` selects a step that does not exist, or is ``"must"`` and there is none.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
         self._has_peeked = True
@@ -499,29 +498,29 @@ class CheckpointCallback:
         epoch: Any = None,
         **extras: Any,
     ) -> StepOutcome:
-        """Report a finished update, and save if a save is due. Call it after every update.
+        """Report a completed update, and save the step if a save is due. Call this after every update.
 
-        If no save is due, this takes a few hundred microseconds, mostly to get the state of the global generators, and
-        never waits for the device.
+        If no save is due, the call takes a few hundred microseconds, mostly to get the state of the global generators,
+        and never waits for the device.
 
         Args:
             step: The number of updates that the state includes, minus ``step_offset``.
             state: The state after the update.
-            metrics: Metrics of this step by name: numbers or scalars still on the device, which are fetched only if a
-                save needs them.
-            batch: The batch of the step, for the witness to compare in a resume; it is not saved. If an extra of this
-                name was passed to ``restore_or_initialize``, it is saved like any other extra.
-            epoch: The epoch number, for the witness to compare; otherwise like ``batch``.
-            **extras: Everything that was passed to ``restore_or_initialize``, and more if you like.
+            metrics: Metrics of this step by name. Values may be numbers, or scalars on the device, which are fetched
+                only if a save needs them.
+            batch: The batch of the step, which the witness compares after a resume. It is not saved, unless an extra of
+                this name was passed to ``restore_or_initialize``.
+            epoch: The epoch number, which is treated like ``batch``.
+            **extras: All extras that were passed to ``restore_or_initialize``, and optionally further ones.
 
         Returns:
-            Whether the step was saved, why, and whether to leave the loop now.
+            The outcome: whether the step was saved, why, and whether to leave the loop now.
 
         Raises:
-            SaveFailedError: An earlier save has failed in the background; this step is saved nevertheless.
-            StateError: The callback is closed, or the directory holds checkpoints that have not been restored; or the
+            SaveFailedError: An earlier background save failed; this step is saved nevertheless.
+            StateError: The callback is closed, or the directory contains checkpoints that were not restored; or the
                 state lacks names that the returned state had, or is a state dict that was passed before; or the steps
-                since the resume differ from those before the stop, with ``on_inexact="raise"``.
+                after the resume differ from those before the stop and ``on_inexact="raise"``.
         """
         if self._names:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
@@ -555,12 +554,12 @@ class CheckpointCallback:
 
         Args:
             step: The step that was evaluated.
-            metrics: Its metrics, by name. They are stored with the checkpoint of the step, if there is one. With
-                ``save_on_best``, the step is saved now if the metric is the best so far and the step is the last one
+            metrics: The metrics of the step by name. If the step is saved, they are stored with its checkpoint. With
+                ``save_on_best``, the step is saved now if its metric is the best so far and no later step was
                 reported to ``on_step``.
 
         Returns:
-            Whether the step was saved by this call, why, and whether to leave the loop now.
+            The outcome: whether this call saved the step, why, and whether to leave the loop now.
         """
         check_metrics(metrics)
         step = operator.index(step)
@@ -581,10 +580,10 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, self._should_stop)
 
     def close(self) -> None:
-        """Save the last step if it has not been saved, wait for the files, and close; the ``with`` block does this.
+        """Save the last step unless it is already saved, wait for all saves, and close; done by the ``with`` block.
 
         Raises:
-            SaveFailedError: A save has failed in the background.
+            SaveFailedError: A background save failed.
         """
         if self._closed:
             return
@@ -595,7 +594,7 @@ class CheckpointCallback:
         orderly, ends_early = False, self._after_signal.left is not None and not self._should_stop
         try:
             try:
-                # With an AgreedStop, perhaps only one process has received a signal after the last step.
+                # With an AgreedStop, it is possible that only this process has received a signal after the last step.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
                 saves = (self._options.save_at_end or preempted) and self._witness.error is None
                 if saver is not None and not saver.is_saved and saves:
@@ -613,14 +612,14 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Exit at once if the loop has ended by itself during the steps after a preemption: no later code may run."""
+        """Exit without running later code, because the loop ended by itself during the steps after a preemption."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Never:
-            is_hook = name == "setup" or name.startswith("on_")  # a hook that a Lightning trainer would call
+            is_hook = name == "setup" or name.startswith("on_")  # a hook that Lightning trainers call
             hint = "; a Lightning trainer takes holdfast.integrations.lightning.CheckpointCallback" if is_hook else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -642,13 +641,13 @@ class CheckpointCallback:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
-            # The loop's own exception is more important, so this one must not replace it.
+            # This exception must not replace the exception of the loop, which is more important.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._end(orderly=False, error=error)
 
     def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
-        # After a preemption, steps past the saved one are not lost: the resume repeats them.
+        # After a preemption, the steps after the saved step do not count as lost, because the resume repeats them.
         has_stopped = self._should_stop or self._after_signal.left is not None
         self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
@@ -675,7 +674,7 @@ class CheckpointCallback:
         return self._adapter
 
     def _check_call(self, step: Any, unknown: Sequence[object], metrics: object, extras: Mapping[str, Any]) -> int:
-        """Return the reported step as an integer; raise an error if the arguments of ``on_step`` cannot be saved."""
+        """Check the arguments of ``on_step``, and return the step as an integer."""
         if unknown or not hasattr(type(step), "__index__"):
             raise UnknownArgumentError(
                 f"on_step takes the step, a whole number (found {step!r:.40}), and one state: on_step(step, state, "
@@ -692,7 +691,7 @@ class CheckpointCallback:
         if self._reported is None and self._restored is None:  # a resumed run may start to save further extras
             warn_of_unrestored(extras, self._names)
         if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None once a step has been saved after the resume
+            self._went_on_from = restored  # None if a step has been saved since the resume
             self._reported = self._reported if restored is None else restored
         if self._reported is not None and step < self._reported:
             raise OptionError(
@@ -703,7 +702,7 @@ class CheckpointCallback:
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the extras with the global generators last, because restoring the other extras may draw from them."""
+        """Append the global generators to the extras, because restoring the other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
     def _begin_steps(
@@ -717,7 +716,7 @@ class CheckpointCallback:
         fresh: FreshTypes | None,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepSaver:
-        """Start watching the state, and set the global generators now that everything else has been restored."""
+        """Start watching the state, and set the global generators after all other values have been restored."""
         replicated = self._options.replicated
         saver = self._saver = StepSaver(self._manager, adapter, replicated, self._witness, offset, fresh)
         for loader in loaders_of(extras).values():
@@ -751,30 +750,30 @@ class CheckpointCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        # The state before the first step is not known.
+        # The state before the first step is unknown.
         offset = self._options.step_offset or 0
         saver = self._begin_steps(self._adapt(state), (), {}, None, offset=offset, fresh=None)
         self._witness.begin(Report(0, state).seen({}))
         return saver, stop
 
     def _stop_now(self, extras: Mapping[str, Any]) -> None:
-        """Ask the loop to stop, and end its data loaders: a ``break`` may leave only the innermost of several loops."""
+        """Ask the loop to stop, and end its data loaders, because a ``break`` may only leave the innermost loop."""
         self._should_stop = True
         if self._preemption.ends_run:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)
 
     def _on_preemption(self, saver: StepSaver, report: Report, due: bool, why: str) -> StepOutcome:
-        if self._should_stop:  # the run continues after a Ray notice, so the ordinary save rules apply
+        if self._should_stop:  # the run continues after a Ray notice, so the usual triggers apply
             if due:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # the folder is not a checkpoint: save the next step instead
+        if save and not saver.save("preempted"):  # its folder is not a checkpoint, so save the next step instead
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)
-        self._ending.end()  # later steps do not count as lost: the resume repeats them
+        self._ending.end()  # later steps do not count as lost, because the resume repeats them
         next_action = "stopping"
         if self._after_signal.begin(report.left_in_epoch):
             left = self._after_signal.left

@@ -1,4 +1,4 @@
-"""Checkpoint extras, such as data positions, random keys, averages and plain data."""
+"""Extras that are saved with a state, such as data positions, random keys, averages and plain data."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .trees import is_stream, to_tree
 logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
-CHECKSUMS = "replicated_checksums"  # of replicated extras' arrays; processes compare them as plain values
+CHECKSUMS = "replicated_checksums"  # name of an extra with checksums of replicated arrays, which processes compare
 _TAKEN = ("step", "state", "metrics", GRADIENTS, CHECKSUMS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return the tree to save for an extra: a snapshot of a stateful object, otherwise its values."""
+    """Return the tree to save for an extra, which is a snapshot if the extra is a stateful object."""
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -39,7 +39,7 @@ def changes_in_place(extra: Any) -> bool:
 
 
 def moves(extra: Any) -> bool:
-    """Return whether an extra needs a snapshot at every step because the loop may draw from it before a later save."""
+    """Return whether an extra needs a snapshot at every step, because the loop may draw from it before it is saved."""
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
 
 
@@ -59,13 +59,13 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extras that are templates: they are restored with the types, dtypes and shardings that were passed."""
+    """Return the extras that are templates as trees, which determine the types and shardings of restored values."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
 def is_template(extra: Any) -> bool:
     """Return whether the passed extra is the template for its restore."""
-    # The structure of stateful objects and plain data may change (a list may grow), so they are restored as saved.
+    # Stateful objects and plain data are restored as saved, because their structure may change (a list may grow).
     return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 
 
@@ -75,7 +75,7 @@ def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for reserved names and for iterators and loaders without a state; warn about lost records."""
+    """Raise OptionError for reserved names and for iterators or loaders without a state; warn about lost records."""
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
             f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"
@@ -87,7 +87,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
         check_window(name, extra)
         check_stream(f"{name}=", extra)
         if is_generator(extra):
-            state_of(extra)  # raises for a generator without a state
+            state_of(extra)  # raises an error if the generator has no state
         if is_accelerate_loader(extra):
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} of accelerate, which cannot be resumed exactly: without "
@@ -113,7 +113,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
 
 
 def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], method: str) -> None:
-    """Raise OptionError if ``replicated`` names an extra that was not passed to the callback's ``method``."""
+    """Raise OptionError if ``replicated`` names an extra that was not passed to this method of the callback."""
     if unknown := [name for name in replicated if name not in extras]:
         given = f" (known: {', '.join(extras)})" if extras else ""
         raise OptionError(
@@ -123,7 +123,7 @@ def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], met
 
 
 def check_no_options(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for an extra with the name of an option, which must be passed to the constructor."""
+    """Raise OptionError if an extra has the name of an option, which must be passed to the constructor."""
     if not _OPTIONS.isdisjoint(extras):
         name = min(_OPTIONS & extras.keys())
         raise OptionError(

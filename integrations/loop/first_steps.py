@@ -1,6 +1,6 @@
-"""Checks a loop's first reports and saves for signs that it would not resume exactly, before anything is lost.
+"""Checks the first reports and saves of a loop for signs that a resume would not be exact.
 
-It reads names, sampled values, counters and classes. It changes nothing in the program, and calls none of its code.
+The checks read names, sampled values, counters and classes, without changing the program or calling its code.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .states import STATE, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
-_ALL = 1 << 30  # leaves
+_ALL = 1 << 30  # no limit on the number of leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
-_FAR = 100  # number of reports between two saves within which any trained state must have changed
-# Private attributes of torch's DataLoader iterators: batches taken, the sampler, whether the iterator is reused.
+_FAR = 100  # number of reports after which any trained state must have changed
+# Private attributes of torch's DataLoader iterators: the number of batches taken, the sampler, and a reuse flag.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
 _OTHER_STATE = "on_step(%d) got a state other than restore_or_initialize returned: it lacks %s. Pass the whole state"
@@ -86,7 +86,7 @@ _OTHERWISE = (
 class _Look(NamedTuple):
     step: int
     samples: Samples  # samples of some leaves
-    versions: list[int]  # torch's count of in-place changes, per tensor
+    versions: list[int]  # version counter of each torch tensor
 
 
 class FirstSteps:
@@ -97,10 +97,10 @@ class FirstSteps:
         self._reports = self._saves = 0
         self._sampler = Sampler()
         self._looks: list[_Look] = []  # samples of the restored state and the first reports, until they are compared
-        self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
+        self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Sample the state returned for a step (None if unknown); with ``grows``, it may differ from the fresh one."""
+        """Sample the state at a step (None if unknown); with ``grows``, its structure may differ from a fresh state."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
         if step is not None:
@@ -113,7 +113,7 @@ class FirstSteps:
             self._looks.append(self._look(step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
-        """Check a report before it is processed; raise StateError if no resume could restore its state."""
+        """Check a report before it is processed; raise StateError if a resume could not restore its state."""
         self._reports, self._extras = self._reports + 1, extras
         if not self._looks:
             return
@@ -125,12 +125,12 @@ class FirstSteps:
         if len(self._looks) == 3:
             if self._leaves_out():
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
-            self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one keeps tensors alive
+            self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one refers to tensors
 
     def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Check a report about to be saved, and what a resume would refuse; return True once all checks are done."""
+        """Check a report before it is saved, and whether a resume would refuse it; return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -162,14 +162,14 @@ class FirstSteps:
     def _check_state(self, step: int, state: Any) -> None:
         torch: Any = loaded("torch")
         for path, part in located(state, _mark):
-            is_same = self._marks.get(path) is _mark(part)  # a copied state dict, such as an average, is fine
+            is_same = self._marks.get(path) is _mark(part)  # copied state dicts, such as averages, are allowed
             if is_same and (
                 "param_groups" in part or _addresses(part.values()) & _addresses(_live(torch.nn.Parameter))
             ):
                 raise StateError(_STATE_DICT % (path or "the state"))
-        if missing := self._ways.ended(state):  # names may still exist in other containers or wrappers
+        if missing := self._ways.ended(state):  # the leaves may have moved to other containers or wrappers
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
-            filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that are empty in the fresh state
+            filled = tuple(f"{path}." for path in self._adapter.empty)  # dicts that were empty in the fresh state
             left = {f"{path}." for path in empty_dicts(state)} | {name for name in names if name.startswith(filled)}
             emptied = tuple(path for path in filled if any(name.startswith(path) for name in left))
             missing = [name for name in missing if unwrapped_name(name) not in names and not name.startswith(emptied)]
@@ -177,7 +177,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report counts one step more than the second for the same number of updates."""
+        """Return whether the first report counts one step more than the second, but equally many updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -199,7 +199,7 @@ class FirstSteps:
 
 
 def cause_in_state(seen: Seen | None) -> str:
-    """Return the likely reason why an exactly restored state differs some steps later."""
+    """Return the likely reason why steps differ although the state was restored exactly."""
     torch: Any = loaded("torch")
     if seen is None or STATE not in seen.root or torch is None:  # trainers save all schedulers
         return _OTHERWISE
@@ -213,7 +213,7 @@ def cause_in_state(seen: Seen | None) -> str:
 
 
 def warn_of_index(step: int, tree: Any) -> None:
-    """Warn about a step saved by another program if the counters in its state are one ahead of the step number."""
+    """Warn about another program's step if the update counters in its state are one ahead of the step number."""
     flat = flatten(tree)
     counters = {
         name: int(value)
@@ -225,7 +225,7 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn about an optimizer that has changed leaves (by address) if neither it nor its state is saved."""
+    """Warn about an optimizer that has changed leaves, given by address, if neither it nor its state is saved."""
     torch: Any = loaded("torch")
     saved = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer) and value.state]
     held = _addresses(leaves)
@@ -240,7 +240,7 @@ def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], roo
 
 
 def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
-    """Warn about an unchanged state if parameters outside of it are being trained."""
+    """Warn that the state does not change, if the program trains parameters outside of it."""
     torch: Any = loaded("torch")
     used = (parameter for parameter in _live(torch.nn.Parameter) if parameter.grad is not None)
     trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
@@ -254,12 +254,12 @@ def _differ(looks: list[_Look], end: int | None = None) -> bool:
 
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
-    """Return whether an extra may hold the data position: one named ``data``, an object with a state, or an integer."""
+    """Return whether an extra may hold the data position, because of its name, its state or an integer in it."""
     extras = {name: extra for name, extra in extras.items() if not _is_unread(extra)}
     for name, extra in extras.items():
         if name in ("epoch", GLOBAL_GENERATORS) or is_generator(extra) or is_versioned(extra):
             continue
-        if changes_in_place(extra) and not type(extra).__module__.startswith("torch."):  # torch schedules and scalers
+        if changes_in_place(extra) and not type(extra).__module__.startswith("torch."):  # not a torch scheduler
             return True
         if is_plain(extra) and any(type(leaf) is int for leaf in flatten(extra).values):
             return True
@@ -267,7 +267,7 @@ def _has_place(extras: Mapping[str, Any]) -> bool:
 
 
 def _live(*classes: type) -> list[Any]:
-    """Return all live instances of classes and their subclasses, in one pass over all objects."""
+    """Return all live instances of classes and their subclasses in a single pass over all objects."""
     wanted = [*classes]
     for cls in wanted:
         wanted += cls.__subclasses__()
@@ -276,7 +276,7 @@ def _live(*classes: type) -> list[Any]:
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
-    """Return torch's live DataLoader iterators; none if an extra or a part of the state may hold their position."""
+    """Return torch's live DataLoader iterators, or none if an extra or part of the state may hold their position."""
     iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
     has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)
@@ -284,19 +284,19 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another loader."""
+    """Return whether an extra is a holdfast loader that has not yielded a batch, because the loop may read another."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return the part that identifies a torch state dict, because each dict has its own; None for other values."""
+    """Return the part of a torch state dict that no other dict shares, to identify it; None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)
 
 
 def _kind(leaf: Any) -> type | None:
-    """Return float for a float array, int for a single integer, None for other leaves and lazy parameters."""
+    """Return float for an array of floats, int for a single integer, and None for other leaves or lazy parameters."""
     torch: Any = loaded("torch")
     if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
         return None
@@ -309,13 +309,13 @@ def _version(leaf: Any) -> int:
 
 
 def _address(leaf: Any) -> int:
-    with contextlib.suppress(RuntimeError):  # a tensor subclass, or a tensor without memory
+    with contextlib.suppress(RuntimeError):  # raised by tensor subclasses and tensors without storage
         return int(leaf.data_ptr()) if is_torch_tensor(leaf) else 0
     return 0
 
 
 def _addresses(leaves: Iterable[Any]) -> set[int]:
-    """Return the memory addresses of tensors, which a module and its state dict share."""
+    """Return the memory addresses of tensors, which are the same in a module and its state dict."""
     return {*map(_address, leaves)} - {0}
 
 

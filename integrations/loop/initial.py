@@ -1,4 +1,4 @@
-"""A program's initial state and hyperparameters, before a restore."""
+"""The initial state and hyperparameters of a program, before a restore replaces them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("holdfast")
 
 
 class InitialState:
-    """The state argument of ``restore_or_initialize``: a state or a function that makes one, maybe with a template."""
+    """The state passed to ``restore_or_initialize``, or the function that creates it and its optional template."""
 
     def __init__(self, given: Any, like: Any = None) -> None:
         self._given = given
@@ -50,7 +50,7 @@ class InitialState:
             self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
-        """Raise OptionError if the given state is abstract; called if no checkpoint can provide the values."""
+        """Raise OptionError if the given state is abstract; called if there is no checkpoint to provide the values."""
         if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
             raise OptionError(
                 f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
@@ -63,7 +63,7 @@ class InitialState:
         return self._given() if self._like is None else _sharded(self._given, self._like)
 
     def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Compute only the leaves with these names from the state that the function creates."""
+        """Compute only the named leaves of the state that the function creates."""
         if not self._is_function:
             return {}
         jax: Any = importlib.import_module("jax")
@@ -75,7 +75,7 @@ class InitialState:
         return dict(jax.jit(chosen)())
 
     def completed(self, adapter: StateAdapter, state: Any) -> Any:
-        """Complete a restored state with fresh values for the leaves that the checkpoint lacks."""
+        """Fill in fresh values for leaves of a restored state that the checkpoint lacks."""
         names = _abstract_leaves(adapter, state) if adapter.misfits is not None else []
         if not names:
             return state
@@ -112,7 +112,7 @@ def _abstract_leaves(adapter: StateAdapter, state: Any) -> list[str]:
 
 
 def _abstract(init: Any) -> Any:
-    """Return the abstract state that a function would create; the function is only traced, not run."""
+    """Return the abstract state that a function would create, by tracing the function without running it."""
     try:
         import jax
 
@@ -135,7 +135,7 @@ def _abstract(init: Any) -> Any:
 
 
 def _sharded(init: Any, like: Any) -> Any:
-    """Call a function under jit, so that every array gets the template's sharding."""
+    """Call a function under jit, which gives every array the sharding of the template."""
     jax: Any = importlib.import_module("jax")
     wanted = jax.tree.leaves(to_tree(like))
     shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
@@ -145,10 +145,10 @@ def _sharded(init: Any, like: Any) -> Any:
     return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))
 
 
-# ---- hyperparameters in a state: the program's, the saved ones, and the choice between them
+# ---- hyperparameters in a state, and the choice between those of the program and the saved ones
 #
-# The options of torch's optimizers, such as learning rates, and the values that ``optax.inject_hyperparams`` keeps are
-# part of a state, so a restore replaces them. A value that a schedule changes does not count as a difference, but the
+# The options of torch optimizers, such as learning rates, and the values that ``optax.inject_hyperparams`` stores are
+# part of a state, so a restore replaces them. A value that a schedule controls does not count as a difference, but the
 # initial rate of the schedule does.
 
 HYPERPARAMETERS = "hyperparameters"  # step metadata key for `StartValues.changed`
@@ -178,7 +178,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters; log differences that the run has not caused."""
+        """Return the restored state with the chosen hyperparameters; log differences not made by the run itself."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):
@@ -188,7 +188,7 @@ class Hyperparameters:
                 continue
             lines.append(f"{name} (program {_short(mine)}, saved {_short(saved)})")
             if is_mine:
-                if option == "initial_lr" and saved:  # a schedule has changed the rate since
+                if option == "initial_lr" and saved:  # scale the current rate, which a schedule has changed
                     _set(group, "lr", _plain(group["lr"]) * (mine / saved))
                 _set(group, option, mine)
         differing = set()
@@ -215,13 +215,13 @@ class Hyperparameters:
         whose = "of the program" if is_mine else "that were saved"
         if is_mine:
             announce(text, whose, counting, shortened(lines), shown=shown)
-        elif shown:  # warn that the saved values replace those that the program has set
+        elif shown:  # warn, because the saved values replace those that the program has set
             logger.warning(text, whose, counting, shortened(lines))
         return state
 
 
 class StartValues:
-    """A run's initial hyperparameters; each save records the initial values of those that have changed since."""
+    """The initial values of a run's hyperparameters; each save stores those of hyperparameters that have changed."""
 
     def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
         self._adapter = adapter
@@ -230,7 +230,7 @@ class StartValues:
         self._values = {**self._now(state), **began}
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the initial values of the hyperparameters whose values in a state are different."""
+        """Return the initial values of the hyperparameters that have different values in a state."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {name: start for name, (start, value) in pairs.items() if not _same(start, value)}
 
@@ -245,16 +245,16 @@ class StartValues:
 
 
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return all instances of a ``torch.optim`` class in a state and extras, each with its path."""
+    """Return the paths and instances of a ``torch.optim`` class in a state and extras."""
     torch: Any = loaded("torch")
     objects = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
     return [(name, value) for name, value in objects if isinstance(value, operator.attrgetter(kind)(torch.optim))]
 
 
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, group, key) for torch optimizer options that are numbers, flags or tuples of numbers."""
+    """Yield the name, group and key of each torch optimizer option that is a number, a flag or a tuple."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
-        # Defaults that are not constructor arguments are optimizer state, such as the sums in schedule-free optimizers.
+        # Defaults that are not constructor arguments are state, such as the sums of schedule-free optimizers.
         arguments = inspect.signature(type(optimizer)).parameters
         state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):
@@ -267,7 +267,7 @@ def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def _is_moved(group: Mapping[str, Any], option: str) -> bool:
-    """Return whether a schedule controls an option, so that its current value is not the program's choice."""
+    """Return whether a schedule controls an option, which means that the program did not choose its current value."""
     moves_momentum = "max_momentum" in group and option in ("betas", "momentum")
     return "initial_lr" in group and (moves_momentum or option in _SCHEDULED)
 

@@ -1,6 +1,6 @@
-"""Adapters for live objects, restored in place: torch modules and optimizers, object graphs, component trees.
+"""Adapters for live objects that are restored in place: torch modules and optimizers, object graphs, components.
 
-This module imports a framework only if the state contains objects of that framework.
+A framework is imported only if the state contains objects of that framework.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
 
 
 def _is_object(value: object) -> bool:
-    """Return whether a value is saved as a graph: a known library's object, or a program's object that is no tree."""
+    """Return whether a value must be saved as a graph, because it is an object and not a pytree or a leaf."""
     graph: Any = _imported("graph")
     if is_versioned(value) or (graph and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))):
         return True
@@ -85,12 +85,12 @@ def _is_object(value: object) -> bool:
 
 
 def _imported(package: str) -> Any:
-    """Return the graph or components package if the program has imported it, otherwise None."""
+    """Return the graph or components package if the program has imported it, or None otherwise."""
     return sys.modules.get(f"{__package__.rpartition('.')[0]}.{package}")
 
 
 class ObjectsAdapter(StateAdapter):
-    """Saves live objects as a graph, and restores them in place if everything in the state matches the checkpoint."""
+    """Saves live objects as a graph, and restores them in place if the whole state matches the checkpoint."""
 
     is_live = True
     needs, modules, lacks = "one torch module in the state", "torch modules", "0 torch modules"
@@ -143,7 +143,7 @@ class ObjectsAdapter(StateAdapter):
         return weights
 
     def _graph(self, state: Any) -> Checkpoint:
-        """Return the graph root whose children are the parts of the state."""
+        """Return a graph whose root has the parts of the state as its children."""
         from ..graph import Checkpoint, stand_for
 
         if isinstance(state, Checkpoint):
@@ -152,20 +152,20 @@ class ObjectsAdapter(StateAdapter):
         root = dict(zip(getattr(state, "_fields", range(len(state))), state, strict=True)) if is_tuple else state
         if self._holder is None:
             self._holder = Checkpoint(root=root)
-        else:  # the holder is reused, because it remembers which warnings have been logged
+        else:  # reuse the holder, because it records which warnings have been logged
             stand_for(self._holder, root)
         return self._holder
 
 
 @dataclass(frozen=True)
 class _ObjectsTemplate:
-    """The template of live objects, restored from a whole graph or, with ``misfits``, from the parts that fit."""
+    """The template of live objects, which are restored completely or, with ``misfits``, only as far as they fit."""
 
     root: Checkpoint
     misfits: Misfits | None
 
     def prepare(self, stored: StoredGraph) -> Callable[[], list[str]]:
-        """Read and check all saved values; return a function that updates the objects and returns changed modes."""
+        """Read and check the saved values; return a function that applies them and returns the modes it has changed."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
@@ -212,7 +212,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load the weights of each torch module among the components, from its own path or from `source` itself."""
+        """Load the weights of each torch module in the tree from its path in `source`, or else from `source` itself."""
         from ..components import modules_of
 
         modules = modules_of(state)
@@ -228,21 +228,21 @@ class ComponentAdapter(StateAdapter):
 
 
 class VersionCounters:
-    """Watches the version counters of live torch tensors, which miss only changes made through ``tensor.data``."""
+    """Detects changes of live torch tensors by their version counters, which only miss changes via ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
-        self._samples: Samples | None = None  # parameter samples at the last step; None if counters record the changes
-        self._are_counted: bool | None = None  # whether counters record changes; None before the first change
-        self.has_updated = False  # whether the last step has changed a trained parameter
+        self._samples: Samples | None = None  # parameter samples at the last step; None if counters detect changes
+        self._are_counted: bool | None = None  # whether counters detect changes; None before the first change
+        self.has_updated = False  # whether the last step changed a trained parameter
         self._parts: list[Any] = []
         self._tensors: dict[str, Any] = {}
         self._noted: list[int] = []  # tensor versions at the last step
-        self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # a gradient of the last step, its version
+        self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # a gradient of the last step and its version
         self._has_new_gradient = False
 
     def watch(self, roots: Mapping[str, Any]) -> None:
-        """Store the version counters before the first step; the program may still create tensors later."""
+        """Record the version counters before the first step; tensors may also be created later."""
         self._tensors = named_tensors(roots)
         self._noted, self._samples = self._now(), self._sample()
 
@@ -250,7 +250,7 @@ class VersionCounters:
         parts = [part for root in roots.values() for _, part in located(root, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
             versions = dict(zip(map(id, self._tensors.values()), self._noted, strict=True))
-            self.watch(roots)  # search again only if the parts have changed
+            self.watch(roots)  # search for tensors again only if the parts have changed
             self._parts, self._noted = parts, [versions.get(id(tensor), -1) for tensor in self._tensors.values()]
         before, self._noted = self._noted, self._now()
         steps = zip(self._tensors.values(), before, self._noted, strict=True)
@@ -261,7 +261,7 @@ class VersionCounters:
             last, self._samples = self._samples, self._sample()
             self.has_updated = _differ(last, self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
-        # If no backward pass has changed a gradient since the previous step, an optimizer may have used it already.
+        # An optimizer may already have used a gradient that no backward pass has changed since the previous step.
         gradients = (tensor.grad for tensor in self._tensors.values() if tensor.is_leaf)
         gradient: Any = next((each for each in gradients if each is not None), None)
         tensor, version = self._gradient
@@ -270,13 +270,13 @@ class VersionCounters:
             self._gradient = weakref.ref(gradient), gradient._version
 
     def new_gradients(self) -> list[str]:
-        """Return the names of parameters with new gradients from the last step; this may wait for a device."""
+        """Return the names of parameters with gradients that are new at the last step; this may wait for a device."""
         tensors = self._tensors.items() if self._has_new_gradient else ()
         leaves = [(name, tensor.grad) for name, tensor in tensors if tensor.is_leaf]
         return [name for name, gradient in leaves if gradient is not None and _is_usable(gradient)]
 
     def why_lost(self) -> str | None:
-        """Return why the last step's tensors can no longer be saved; None if they have not changed since."""
+        """Return why the tensors of the last step can no longer be saved, or None if they have not changed since."""
         has_changed = self._are_counted is False and _differ(self._samples, self._sample())
         if has_changed or self._now() != self._noted:
             return "its tensors were changed since; call on_step after every update"
@@ -286,7 +286,7 @@ class VersionCounters:
         return [tensor._version for tensor in self._tensors.values()]
 
     def _sample(self) -> Samples:
-        with contextlib.suppress(Exception):  # without samples, only changes that the counters record are noticed
+        with contextlib.suppress(Exception):  # without samples, changes are detected by the counters alone
             return self._sampler.take([tensor for tensor in self._tensors.values() if tensor.requires_grad][:_SAMPLED])
         return Samples(0)
 
@@ -299,14 +299,14 @@ def _differ(before: Samples | None, now: Samples) -> bool:
 
 
 def _is_usable(gradient: Any) -> bool:
-    """Return whether an optimizer would use a gradient, that is, it is neither all zero nor overflowed."""
+    """Return whether an optimizer would use a gradient, which must be nonzero and finite."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     values = local.coalesce().values() if local.is_sparse else local
     return bool(values.any()) and bool(values.isfinite().all())
 
 
 def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
-    """Restore accumulated gradients, and return the names of those whose parameters no longer exist."""
+    """Restore accumulated gradients, and return the names of gradients whose parameters no longer exist."""
     tensors = named_tensors(state)
     for name, gradient in gradients.items():
         tensor = tensors.get(name)
@@ -316,7 +316,7 @@ def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
 
 
 def named_tensors(state: Any) -> dict[str, Any]:
-    """Return the tensors that have version counters, keyed by the first path to each."""
+    """Return the tensors that have version counters, by the first path to each tensor."""
     torch: Any = loaded("torch")
     named: dict[int, tuple[str, Any]] = {}
     for name, value in live_objects(state):
@@ -333,7 +333,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the live objects in a state and everything they hold, each with its first path; none without torch."""
+    """Yield the live objects in a state and all values inside them, each with its first path; none without torch."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         queue = [root]

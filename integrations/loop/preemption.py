@@ -1,4 +1,4 @@
-"""Preemption signals: SIGTERM sets a flag that the loop checks after each step; worker processes survive it."""
+"""Preemption signals, which set a flag that the loop checks after each step, and which worker processes survive."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ from ...engine.streams import silence_lost_streams
 logger = logging.getLogger("holdfast")
 
 _ONE_CTRL_C = 1.0  # seconds within which repeated signals count as one
-_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # ignored under nohup and &, so that the program outlives its terminal
+_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # ignored under nohup and &, where the program outlives its terminal
 
 WITHOUT_GRACE = 10.0
-"""Seconds that the mirror gets before a process ends early, if ``grace_secs`` is not known."""
+"""Seconds for which an early exit waits for the mirror if ``grace_secs`` is unknown."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class PreemptionSignal:
-    """A flag that signals set, so that a loop can save before the process ends.
+    """A flag that is set by signals, which lets a loop save before the process ends.
 
-    Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag
-    (nothing else is safe in the middle of a step) and then calls the previous handler. Python installs handlers from
-    the main thread only. With ``jax.distributed``, whose own handler makes all processes agree on one step, none is
-    installed, and :meth:`reached` asks JAX.
+    Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag,
+    because nothing else is safe in the middle of a step, and then calls the previous handler. Handlers can only be
+    installed from the main thread. With ``jax.distributed``, JAX's own handler makes all processes agree on a step, so
+    none is installed here, and :meth:`reached` asks JAX.
 
-    Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts from now until
-    :meth:`restore`, such as data loader workers, survive it, because the save may need them, and end with this
-    process. Processes created by a bare ``os.fork`` end at the signal.
+    Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts until
+    :meth:`restore` is called, such as data loader workers, survive the signal, because the save may need them, and end
+    with this process. Processes created by a bare ``os.fork`` end at the signal.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self.signals = tuple(signals)
         self._received: int | None = None
         self._since = 0.0  # arrival time of the signal, on the monotonic clock
-        self.again = False  # True if another signal has arrived, not counting a copy forwarded by a launcher
+        self.again = False  # whether another signal has arrived, not counting a copy forwarded by a launcher
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
         self._has_warned = False  # whether a warning about a missing or replaced handler has been logged
-        self._asked = 0  # number of calls to reached(); the 1st, 2nd, 4th, ... check for replaced handlers
+        self._asked = 0  # number of calls to reached(); calls 1, 2, 4, ... look for replaced handlers
         self._previous: dict[int, Handler] = {}
         self._protect_workers()
 
     @property
     def received(self) -> bool:
-        """True if the signal has arrived; cheap enough for evaluation loops."""
+        """True if a signal has arrived; cheap enough to be read in evaluation loops."""
         return self._received is not None
 
     @property
     def number(self) -> int:
-        """The signal that has arrived; SIGTERM if it is unknown or none has arrived."""
+        """The signal that has arrived, or SIGTERM if it is unknown or none has arrived."""
         return self._received or signal.SIGTERM
 
     @property
     def ends_run(self) -> bool:
-        """False after a Ray notice, which is not a signal and lets the run continue."""
+        """True unless the flag was set by a Ray notice, which is not a signal and lets the run continue."""
         return self.number in signal.valid_signals()
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the process: 128 plus the signal number, unless :meth:`add` has set another."""
+        """The exit status for the process: 128 plus the signal number, unless :meth:`add` has set another status."""
         return self._statuses.get(self.number, 128 + self.number)
 
     @property
@@ -86,12 +86,12 @@ class PreemptionSignal:
 
     @property
     def is_agreed(self) -> bool:
-        """True if JAX makes all processes agree on the step to stop at; :meth:`reached` then asks JAX."""
+        """True if JAX makes all processes agree on the step at which they stop, and :meth:`reached` asks JAX."""
         jax = loaded("jax")
         return jax is not None and bool(jax.distributed.is_initialized())
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Set the flag as the signal would; for tests and other sources of preemption."""
+        """Set the flag as a signal would, for tests and other sources of preemption."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
         elif self.age >= _ONE_CTRL_C:
@@ -99,24 +99,24 @@ class PreemptionSignal:
 
     @property
     def age(self) -> float:
-        """The time since the signal arrived, in seconds."""
+        """The number of seconds since the signal arrived."""
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Pass the signal on to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # A later handler stays in place, and would pass the signal to this one, which is no longer active.
+        """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
+        # A handler that was installed later stays in place, and would call this one, which is no longer active.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:
-        """Return how many seconds of ``grace`` are left since the signal, minus a 10 % reserve."""
+        """Return the seconds that remain of the grace period since the signal, with a reserve of 10 %."""
         if grace is None:
             return WITHOUT_GRACE
         return max(0.0, 0.9 * (seconds(grace) - self.age))
 
     def add(self, number: signal.Signals, status: int) -> None:
-        """Add a signal with its own exit status; called before :meth:`install`."""
+        """Add a signal that has its own exit status; called before :meth:`install`."""
         self._statuses[number] = status
         if number not in self.signals:
             self.signals = (*self.signals, number)
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # The program's handler may call the one that it replaced, which cannot be detected.
+            # A callable handler may call the handler that it replaced, which cannot be detected.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -147,7 +147,7 @@ class PreemptionSignal:
             return
 
     def install(self) -> bool:
-        """Install the handler once; return False outside the main thread and when JAX handles the signal."""
+        """Install the handler if necessary; return False outside the main thread or if JAX handles the signal."""
         if self.installed:
             return True
         self._protect_workers()
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; if a later handler still calls this one, the call goes to the previous one."""
+        """Restore the previous handlers; if a later handler calls this one, it then only calls the previous handler."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -191,7 +191,7 @@ class PreemptionSignal:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _protect_workers(self) -> None:
-        """Make processes started from now on survive the signals."""
+        """Make processes that are started from now on survive the signals."""
         _watchers.add(self)
         if multiprocessing.process.BaseProcess.start is _original_start:
             multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
@@ -204,15 +204,15 @@ class PreemptionSignal:
         if is_active:
             self.request(number)
             if number == signal.SIGHUP:
-                silence_lost_streams()  # the terminal may be closed, and output to it would end the program
-            # Python's own handler of Ctrl-C would raise before the step is saved, so only the second Ctrl-C reaches it.
-            # A terminal and a launcher may both forward the same Ctrl-C.
+                silence_lost_streams()  # the terminal may be closed, in which case output to it would end the program
+            # Python's handler for Ctrl-C would raise an error before the step is saved, so do not call it for the first
+            # Ctrl-C. A terminal and a launcher may both forward the same Ctrl-C.
             if previous is signal.default_int_handler and self.age < _ONE_CTRL_C:
                 return
         if callable(previous):
             previous(number, frame)
         elif not is_active and previous != signal.SIG_IGN:
-            # In a forked process, or if called by a later handler after restore(), apply the signal's default effect.
+            # In a forked process, or if a later handler calls this one after restore(), apply the default action.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -225,7 +225,7 @@ class PreemptionSignal:
 
 
 def grace_check(grace: float) -> Callable[[Event], None]:
-    """Return an event listener that warns about saves that take longer than the grace period."""
+    """Return an event listener that warns about saves that exceed the grace period."""
     text = (
         "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed before "
         "its last step is durable. Save more often, ask the scheduler for more time, or save less"
@@ -234,12 +234,12 @@ def grace_check(grace: float) -> Callable[[Event], None]:
 
 
 class _JaxAgreement:
-    """Determines the point at which all processes of a ``jax.distributed`` run stop."""
+    """Asks JAX whether the processes of a ``jax.distributed`` run have reached the point at which all of them stop."""
 
-    # JAX agrees only once per connection, on "the largest number that a process has passed so far, plus one", and
-    # returns True only for that number. So the numbers count the calls since the connection was made, over all runs:
-    # steps would be far above the agreed number after a resume, and below it in a second run of the same process. Once
-    # reached, the point stays reached, as JAX reports no later signal.
+    # JAX agrees only once per connection, on the largest number that any process has passed plus one, and returns True
+    # only for that number. The numbers therefore count the calls since the connection was made, over all runs: step
+    # numbers would be far above the agreed number after a resume, and below it in a second run of the same process.
+    # When the point is reached, it stays reached, because JAX does not report later signals.
 
     def __init__(self) -> None:
         self._connection: Any = None
@@ -262,15 +262,15 @@ class _JaxAgreement:
 _jax_agreement = _JaxAgreement()
 
 
-# ---- worker processes survive the signals of a preemption, and end with their parent process
+# ---- worker processes that survive the signals of a preemption, and end with their parent process
 #
-# Schedulers send SIGTERM to every process of a job. The process that trains survives it and saves, but only if the
-# processes that load its data survive, too. ``multiprocessing`` starts all such processes. While a callback watches for
-# signals, this module wraps its ``Process.start``: a process that is started then runs inside :class:`_Worker`, which
-# ignores those signals, whichever start method is used.
+# Schedulers send SIGTERM to every process of a job. The training process can only save if the worker processes that
+# load its data survive the signal, too. While a callback watches for signals, this module wraps ``Process.start`` of
+# ``multiprocessing``, which starts these workers: the new process then runs inside :class:`_Worker`, which ignores the
+# signals regardless of the start method.
 #
-# A worker still ends when its parent, or multiprocessing at the end of a program, calls ``terminate()``, which also
-# sends SIGTERM: the parent announces it through a pipe. A worker also ends when its parent has ended.
+# ``terminate()``, called by the parent or by multiprocessing at exit, also sends SIGTERM, but announces it through a
+# pipe first, and then ends the worker. A worker also ends after its parent has ended.
 
 _INTERVAL = 1.0  # seconds between checks that the parent is alive
 
@@ -285,7 +285,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
         _original_start(process)
         return
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    # The new process inherits the signal mask, and unblocks the signals once its handlers are in place.
+    # The new process inherits the signal mask, and unblocks the signals when its handlers are in place.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     vars(process)["run"] = _Worker(process.run, signals, signals - blocked, receiver)
     try:
@@ -307,7 +307,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
 
 
 class _Worker:
-    """Replaces the ``run`` method of a process; it must be picklable for spawned processes."""
+    """Replaces the ``run`` method of a process; picklable, as spawned processes require."""
 
     def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], receiver: Connection) -> None:
         self._run = run
@@ -330,7 +330,7 @@ class _Worker:
             signal.signal(number, self._on_signal)
 
     def _handle_signals_after_torch(self) -> None:
-        """Reinstall the handlers after a torch or torchdata loader has replaced them with its own C handlers."""
+        """Install the handlers again after a torch or torchdata loader has replaced them with its own C handlers."""
         module: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
         original = getattr(module, "_set_worker_signal_handlers", None)
         if original is None:
@@ -351,9 +351,9 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # Blocked in the new thread: a signal delivered there would not interrupt a wait of the main thread.
+            # Block the signals in the new thread, where they would not interrupt a wait of the main thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-            # Not threading.Thread, as the interrupted code may hold a lock that threading needs.
+            # Do not use threading.Thread, because the interrupted code may hold a lock that threading needs.
             _thread.start_new_thread(self._end_with_parent, ())
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -1,4 +1,4 @@
-"""The rules for ``resume=``, and restoring the newest whole checkpoint."""
+"""The rules of the ``resume=`` option, and the restore of the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
-# Path components that change with each start of a program: Hydra timestamps and logger version counters.
+# Path components that differ at each start of a program: timestamps of Hydra and version counters of loggers.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
-_MOST_NEIGHBOURS = 20  # maximum directories to search
+_MOST_NEIGHBOURS = 20  # maximum number of directories to search
 
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
@@ -56,26 +56,26 @@ _CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A restored run: its step, the state, the extras by name, and the metadata of the step."""
+    """The result of a restore: the step, its state, its extras by name, and its metadata."""
 
     step: int
     state: Any
     extras: dict[str, Any]
     metadata: Mapping[str, Any]
-    is_own: bool  # whether a callback, rather than another program, has saved the step, as far as known
+    is_own: bool  # whether the step was probably saved by a callback, not by another program
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, including damaged ones, and the manager's newest one, even if only on a host."""
+    """Return the steps in a directory, including damaged ones, and the manager's newest step, even a host-local one."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return a sentence about an unfinished run whose path differs only in a timestamp or counter, or ""."""
-    # Hydra puts the start time into the path, and Lightning loggers a counter: so a restarted program uses another
-    # directory, and starts fresh.
+    """Return a sentence about an unfinished run whose path only differs in a timestamp or counter, or ""."""
+    # Hydra puts the start time into the path, and Lightning loggers put a counter into it. A restarted program
+    # therefore uses another directory and starts fresh.
     if not directory.is_local:
         return ""
     parts = directory.path.parts
@@ -105,8 +105,8 @@ def check_resume(
     option: str = "resume={!r}",
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
-    """Check ``resume`` against a directory: ``"must"`` requires a checkpoint (perhaps damaged), ``"never"`` none."""
-    # For messages: ``option`` is the user's spelling of the option, ``elsewhere`` says how to start a run elsewhere.
+    """Raise an error if ``resume`` is ``"must"`` and there are no steps, or ``"never"`` and there are any."""
+    # In messages, ``option`` is the option as the user writes it, and ``elsewhere`` says how to start a run elsewhere.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
@@ -121,7 +121,7 @@ def check_resume(
 
 
 def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "resume={!r}") -> int | None:
-    """Return the step that ``resume`` names by number or as ``"best"``; None for the newest."""
+    """Return the step that ``resume`` selects by number or as ``"best"``, or None for the newest step."""
     if resume != "best" and type(resume) is not int:
         return None
     steps = manager.all_steps()
@@ -129,7 +129,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(map(manager.metrics, steps))
         step = (manager.best_step() if ranked else None) or "best"
-    # All processes fetch it together, even if some of them see the step in the directory.
+    # All processes must fetch the step together, even those that see it in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)
@@ -149,8 +149,8 @@ def restore(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Resumed | None:
-    """Restore the newest whole checkpoint, or the step that ``resume`` names, without fallback; None if none exists."""
-    # Everything is read before anything is changed in place, except in component trees.
+    """Restore the newest intact checkpoint, or only the step that ``resume`` selects; return None if there is none."""
+    # Except in component trees, all values are read before any object is changed in place.
     chosen = resume_step(options.resume, manager)
     template = initial.template
     program = Hyperparameters(adapter, template, extras, initial)
@@ -205,12 +205,12 @@ def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
 def _decoded(value: Any) -> Any:
     try:
         return decode_state(value)
-    except StateError:  # the program has not defined a class that it uses yet
+    except StateError:  # the state uses a class that the program has not defined
         return value
 
 
 def warn_of_misfits(misfits: Misfits | None, source: str, target: str) -> None:
-    """Warn about values that the checkpoint lacks, if any."""
+    """Warn about values that a partial restore could not take from the checkpoint, if there are any."""
     if misfits is not None and (text := str(misfits)):
         logger.warning("%s does not have all of the %s (partial='initialize'):%s", source, target, text)
 
@@ -218,14 +218,14 @@ def warn_of_misfits(misfits: Misfits | None, source: str, target: str) -> None:
 def _saved_extras(
     manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], options: LoopArguments
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved extras by name, and the names of generators without a saved state for this process."""
+    """Return the saved extras by name, and the names of generators that have no saved state for this process."""
     common, per_process = dict(restored.items.get("extras", {})), restored.items.get("process")
     common.pop(CHECKSUMS, None)
     if isinstance(per_process, SavedShares):
         shares = per_process.trees
     elif per_process is not None or manager.processes.alone:
         return {**common, **(per_process or {})}, []
-    else:  # a single process saves its own extras with the common ones
+    else:  # a single process has saved its own extras with the common ones
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
@@ -271,7 +271,7 @@ def _saved_extras(
 
 
 def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
-    """Return a generator's state if it is identical in all of several processes, otherwise None."""
+    """Return the state of a generator if there are several processes and it is identical in all of them, else None."""
     if name == GLOBAL_GENERATORS:  # ignore idle generators, which may be unseeded
         states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
     return states[0] if len(states) > 1 and all(same_state(state, states[0]) for state in states) else None
@@ -293,7 +293,7 @@ def _restore_extras(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> tuple[dict[str, Any], Any]:
-    """Restore the saved extras and keep the others; return all extras by name, and the saved gradients."""
+    """Restore the extras that were saved; return all extras by name, and the saved gradients."""
     (saved, fresh), step = _saved_extras(manager, restored, extras, options), restored.step
     kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:

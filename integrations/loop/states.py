@@ -1,7 +1,7 @@
 """The interface between a callback and the state of a training loop.
 
-A :class:`StateAdapter` converts states to the items of a checkpoint and back: ``trees`` has the adapter for pytrees and
-nnx objects, ``objects`` has the adapters for torch modules, graphs and components.
+A :class:`StateAdapter` converts states to checkpoint items and back. The adapter for pytrees and nnx objects is in
+``trees``, and the adapters for torch modules, graphs and components are in ``objects``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class LoopArguments(ProgramOptions):
 
 
 class StateAdapter:
-    """Saves and restores one kind of state. Each callback has its own adapter, which may remember the last state."""
+    """Saves and restores one kind of state. Each callback has its own adapter, which may store the last state."""
 
-    # For error messages: which states can take weights, what their modules are called, and a state without modules.
+    # Texts for error messages: the states that can take weights, their modules, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # component trees have other checkpoint items only for extras
-    empty: Collection[str] = ()  # paths of empty dictionaries in the initial state, whose entries may come and go
-    is_live = False  # whether a state has live objects or torch tensors; earlier versions saved gradients with these
+    is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
+    empty: Collection[str] = ()  # paths of dicts that are empty in the initial state, whose entries may come and go
+    is_live = False  # whether states have live objects or torch tensors, whose gradients earlier versions saved
 
     def __init__(self, misfits: Misfits | None = None) -> None:
-        self.misfits = misfits  # collects misfits of a partial restore; None if everything must match
+        self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""
@@ -57,37 +57,37 @@ class StateAdapter:
         return state
 
     def template(self, state: Any) -> Any:
-        """Return the template for the handler's restore of a state."""
+        """Return the template with which the handler restores a state."""
         return self.to_tree(state)
 
     def note_fresh(self, state: Any) -> None:
-        """Record the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
+        """Record the initial (possibly abstract) state; raise UnsupportedLeafError for leaves that cannot be saved."""
         self.empty = empty_dicts(state)
 
     def refused(self, state: Any) -> list[str]:
-        """Return, as text for users, the parts of a state that a restore into the initial one would refuse."""
+        """Return human-readable lines about parts of a state that cannot be restored into the initial state."""
         return []
 
     def check_savable(self, state: Any) -> None:
-        """Raise UnsupportedLeafError if saving the state would raise it."""
+        """Raise UnsupportedLeafError if the state cannot be saved."""
 
     def save_kwargs(self) -> Mapping[str, Any]:
-        """Return additional arguments for the handler's save."""
+        """Return additional keyword arguments for the handler's save."""
         return {}
 
     def restore_kwargs(self) -> Mapping[str, Any]:
-        """Return additional arguments for the handler's restore."""
+        """Return additional keyword arguments for the handler's restore."""
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:
-        """Convert the handler's result back to a state; live objects are updated in place."""
+        """Convert the handler's result back to a state, updating live objects in place."""
         return restored
 
     def note_step(self, state: Any) -> None:
-        """Record the state of the step that has just been reported."""
+        """Record the state of a step that was just reported."""
 
     def why_lost(self, state: Any) -> str | None:
-        """Return why the state of the last step can no longer be saved; None if it can."""
+        """Return why the state of the last step can no longer be saved, or None if it can."""
         return None
 
     def is_module(self, value: object) -> bool:
@@ -95,11 +95,11 @@ class StateAdapter:
         return False
 
     def fill(self, path: str, module: Any, source: Place) -> Weights:
-        """Load a checkpoint's weights into a module of a state."""
+        """Load the weights of a checkpoint into a module of a state."""
         raise NotImplementedError
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Return a state with a checkpoint's weights and all else unchanged, and a description of the weights."""
+        """Return a state whose weights come from a checkpoint, and a description of these weights."""
         modules = list(located(state, self.is_module))
         if len(modules) == 1:
             return state, str(self.fill(*modules[0], source))
@@ -119,7 +119,7 @@ class StateAdapter:
 
 
 def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the wanted objects in dicts, lists and tuples with their dotted paths; each container is opened once."""
+    """Yield the dotted path and value of each wanted object in dicts, lists and tuples, opening each container once."""
     pending, seen = [("", value)], set[int]()
     while pending:
         path, part = pending.pop()
@@ -132,7 +132,7 @@ def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, An
 
 
 def empty_dicts(value: Any) -> set[str]:
-    """Return the dotted paths of empty dictionaries in dicts, lists and tuples."""
+    """Return the dotted paths of empty dictionaries in nested dicts, lists and tuples."""
     return {path for path, _ in located(value, lambda part: isinstance(part, dict) and not part)}
 
 
@@ -148,7 +148,7 @@ def check_depth(tree: Any) -> None:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Return whether an array in the tree has been deleted, for example by donating it to a later step."""
+    """Return whether an array in the tree was deleted, for example because it was donated to a later step."""
     jax = loaded("jax")
     if jax is None:
         return False

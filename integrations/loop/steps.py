@@ -1,4 +1,4 @@
-"""Keeps the last step that a loop has reported, and saves it."""
+"""Stores and saves the last step that a loop has reported."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds per step; if snapshots of the positions take longer, a warning is logged
-_SAMPLES = 3  # slow steps in a row before the warning, which states the fastest because the machine may be busy
+_SLOW = 1e-3  # seconds per step above which snapshots of the positions cause a warning
+_SAMPLES = 3  # consecutive slow steps before the warning, which reports the fastest because the machine may be busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,18 @@ class Report:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The epochs of the step, as far as known; the witness records the first step of each."""
+        """The known epochs of the step; the witness records the first step of each epoch."""
         shown = [loader.epoch for loader in loaders_of(self.extras).values()]
         return (*shown, -1 if self.epoch is None else self.epoch)
 
     @property
     def left_in_epoch(self) -> int | None:
-        """The number of batches left in the epoch, or None if no loader knows it."""
+        """The number of batches left in the epoch, or None if it is unknown."""
         left = [loader.left for loader in loaders_of(self.extras).values()]
         return min((count for count in left if count is not None), default=None)
 
     def seen(self, positions: Mapping[str, Any]) -> Seen:
-        """Return the witness's view of the step; ``positions`` are snapshots of the moving extras."""
+        """Return the values that the witness records; ``positions`` has the snapshots of extras at this step."""
         extras = self.extras
         generators = {
             name: positions[name] if name in positions else state_of(extra)
@@ -103,7 +103,7 @@ _NO_STEP = Report(step=-1, state=None)
 
 
 class Positions:
-    """Takes snapshots of extras such as data iterators, because the loop may draw from them before a later save."""
+    """Takes snapshots of extras such as data iterators, because the loop may draw from them before they are saved."""
 
     def __init__(self) -> None:
         self.taken: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Thread time excludes delays by other threads; actors work elsewhere, so they need wall-clock time.
+            # Thread time excludes delays by other threads, but also the time of actors, so these need wall-clock time.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -139,7 +139,7 @@ class Positions:
             )
 
     def tree_of(self, name: str, extra: Any) -> Any:
-        """Return the tree of an extra for a checkpoint; for a moving extra, from its snapshot."""
+        """Return the tree to save for an extra, from its snapshot if there is one."""
         if name not in self.taken:
             return tree_of(extra)
         taken = self.taken[name]
@@ -147,14 +147,14 @@ class Positions:
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:
-    """Return the function that takes a snapshot of a moving extra."""
+    """Return the function that takes a snapshot of an extra."""
     if isinstance(extra, GlobalGenerators):
         return lambda _: capture()  # converted to a tree only if the step is saved
     return state_of if changes_in_place(extra) else tree_of
 
 
 class StepSaver:
-    """Keeps references to the last arguments of ``on_step``, and saves them, even after the loop has ended."""
+    """Holds the last arguments of ``on_step``, and can save them even after the loop has ended."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class StepSaver:
         self._templates: list[str] = []  # names of the template extras
         self._report = _NO_STEP
         self._positions = Positions()
-        self._versions = VersionCounters()  # for the state, and for extras that are torch modules or optimizers
+        self._versions = VersionCounters()  # of the state, and of extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = None
         self._has_warned = False
@@ -187,13 +187,13 @@ class StepSaver:
 
     @property
     def is_saved(self) -> bool:
-        """True if the last step has been saved, or no step has been reported."""
+        """True if the last step is saved or no step has been reported."""
         return self.step is None or self.holds(self.step)
 
     def watch(
         self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
     ) -> None:
-        """Start watching the state after step ``last`` (None if unknown); ``began`` has the saved initial values."""
+        """Start watching the state after step ``last`` (None if unknown); ``began`` has initial hyperparameters."""
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._templates = [name for name, extra in extras.items() if is_template(extra)]
@@ -204,7 +204,7 @@ class StepSaver:
         return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
     def _ask(self, look: Callable[[], bool | None]) -> None:
-        """Run a first-steps check, unless all are done; its StateError ends the run, other errors are only logged."""
+        """Run a check of the first steps; raise its StateError, but only log any other exception."""
         try:
             self._first_steps = None if look() else self._first_steps
         except StateError:
@@ -214,11 +214,11 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Record a step that the loop has finished, and compare it with the same step before the stop."""
+        """Record a step that the loop has completed, and compare it with the same step before the stop."""
         if (first := self._first_steps) is not None:
             self._ask(lambda: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
-        # Drop the batch, because the next one may need its memory.
+        # Drop the batch, because the next batch may need its memory.
         self._report = report if report.batch is None else replace(report, batch=None)
         self._adapter.note_step(report.state)
         self._positions.take_states(report.extras)
@@ -232,20 +232,20 @@ class StepSaver:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
-        """Let the witness record a step that is not saved because it follows the preemption save."""
+        """Let the witness record a step that follows a preemption's save and is not saved itself."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         if self._witness.watches:
             self._witness.note(lambda: report.seen(positions), report.epochs)
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
-        """Add metrics to the last step, and return whether to save it now; None if ``step`` is not the last one."""
+        """Add metrics to the last step, and decide whether to save it now; return None for any other step."""
         if self._report.step != step:
             return None
         self._report = replace(self._report, metrics={**(self._report.metrics or {}), **metrics})
         return self._manager.decide(step, metrics=self._report.metrics)
 
     def why_lost(self) -> str | None:
-        """Return why the last step, if one was reported, can no longer be saved; None if it can."""
+        """Return why the last step can no longer be saved, or None if it can."""
         if (lost := self._versions.why_lost() or self._adapter.why_lost(self._report.state)) is not None:
             return lost
         if is_deleted([extra for name, extra in self._report.extras.items() if name not in self._positions.taken]):
@@ -272,7 +272,7 @@ class StepSaver:
         return True
 
     def _refused(self) -> list[str]:
-        """Return the parts of the last step that a resume would refuse because the fresh state lacks them."""
+        """Return human-readable lines about parts of the last step that a resume would refuse."""
         refused = self._adapter.refused(self._report.state)
         if self._fresh_extras is not None:
             extras = {name: self._report.extras[name] for name in self._templates}
@@ -280,14 +280,14 @@ class StepSaver:
         return refused
 
     def save_locally(self) -> None:
-        """Save the last step to the hosts' local storage, if a local save is due."""
+        """Save the last step to the local storage of the hosts if a host-local save is due."""
         assert self.step is not None
         if self._manager.local_due(self.step):
             with part_of_save(self._manager, self.step, locally=True):
                 self._manager.save_locally(self.step, **self._taken())
 
     def _taken(self, *, reported: bool = False) -> dict[str, Any]:
-        """Show the last step to the witness, and return the arguments for the manager's save."""
+        """Let the witness record the last step, and return the arguments for the manager's save."""
         report = self._report
         metrics = None if report.metrics is None else host_metrics(report.metrics)
         items = self._items(report)
@@ -301,7 +301,7 @@ class StepSaver:
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": metadata or None}
 
     def _items(self, report: Report) -> dict[str, Any]:
-        """Return the checkpoint items; extras that differ between processes go into a per-process item."""
+        """Return the checkpoint items, with a separate item for extras that differ between processes."""
         given, per_process = report.extras, {}
         items = {STATE: self._adapter.to_tree(report.state)}
         extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
@@ -318,7 +318,7 @@ class StepSaver:
         return {**items, "process": per_process} if per_process else items
 
     def _warn_of_gradients(self) -> None:
-        """Warn once about gradients that no optimizer has used yet, because they are not saved."""
+        """Warn once about gradients that no optimizer has used, because they are not saved."""
         if not (self._has_warned or self._versions.has_updated) and (gradients := self._versions.new_gradients()):
             self._has_warned = True
             logger.warning(
@@ -330,7 +330,7 @@ class StepSaver:
             )
 
     def save_at_end(self) -> None:
-        """Save the last step if that is still possible; otherwise log a warning."""
+        """Save the last step, or log a warning if that is no longer possible."""
         if (lost := self.why_lost()) is not None:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
         elif not self.save("at the end"):
@@ -362,13 +362,13 @@ def record_metrics(manager: CheckpointManager, step: int, metrics: Mapping[str, 
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric metrics as Python numbers and lists of them; others, such as images or text, are omitted."""
+    """Return the metrics as Python numbers and lists of numbers, omitting all others, such as images or text."""
 
     def omitted(name: str, error: Exception) -> None:
-        if isinstance(error, RuntimeError):  # the computation has failed, or the value has been donated
+        if isinstance(error, RuntimeError):  # the computation failed, or the value was donated
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
     for _, value in located({**metrics}, lambda metric: hasattr(metric, "copy_to_host_async")):
-        with contextlib.suppress(RuntimeError):  # reported when the value is read
-            value.copy_to_host_async()  # all copies are started before the first is awaited
+        with contextlib.suppress(RuntimeError):  # reading the value raises it again
+            value.copy_to_host_async()  # start all copies before waiting for the first
     return plain_metrics(metrics, omitted=omitted)

@@ -1,4 +1,4 @@
-"""Decides where to stop: at the next point, or at the first one on which all processes agree."""
+"""Decides where a run stops: at the next point, or at a point on which all processes agree."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if grace_secs is unknown
-_INTERVAL = 0.1  # polling interval of the store, in seconds
-_REQUESTS = 1000  # maximum store requests per second, over all processes
-_PATIENCE = 60.0  # timeout in seconds for the other processes, which answer within one batch
+_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption if grace_secs is unknown
+_INTERVAL = 0.1  # polling interval of the store in seconds
+_REQUESTS = 1000  # maximum number of store requests per second over all processes
+_PATIENCE = 60.0  # timeout in seconds for answers of other processes, which are due within one batch
 
 _Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)
 
 
 class StepsAfterSignal:
-    """The steps that all processes run after a preemption save, so that the resume can be compared with them."""
+    """The steps that all processes run after a preemption's save, to be compared with the resumed run."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
-        self.left: int | None = None  # remaining steps; None before a preemption save, or if no steps may follow
+        self.left: int | None = None  # remaining steps; None before the save, or if no steps may follow it
         self._options = options
         self._manager = manager
         self._preemption = preemption
@@ -50,12 +50,12 @@ class StepsAfterSignal:
         self._last = now
 
     def finish_saves(self) -> None:
-        """Wait until all saves are durable and, as far as time allows, those in the mirror as well."""
+        """Wait until all saves are durable, and for as long as time permits until the mirror has them as well."""
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def begin(self, left_in_epoch: int | None) -> bool:
-        """Return whether steps follow the save; they must fit a quarter of the grace period and the current epoch."""
+        """Return whether further steps follow; they must fit in a quarter of the grace period and the current epoch."""
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -73,7 +73,7 @@ class StepsAfterSignal:
         return self.left is not None
 
     def count(self) -> int:
-        """Count one of these steps and return how many remain; a single process stops early if time runs out."""
+        """Count one step and return the number of remaining steps, which is 0 if a single process runs out of time."""
         assert self.left is not None
         longest = max(self._durations, default=math.inf)
         has_time = time.monotonic() + 2 * longest <= self._until and not self._preemption.again
@@ -82,7 +82,7 @@ class StepsAfterSignal:
 
 
 class Stop:
-    """Stops a single process at the first point after its signal, and JAX processes at the point that JAX chooses."""
+    """Stops a single process at the first point after its signal, or JAX processes at the point that JAX chooses."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
@@ -99,15 +99,15 @@ class Stop:
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        """Called when training has ended; ``orderly`` is False after an exception, perhaps in this process only."""
+        """Called when training has ended; ``orderly`` is False after an exception, even if only in this process."""
 
 
 class AgreedStop(Stop):
     """Stops all processes at the same point, even if only one of them has received the signal."""
 
-    # A thread of each process polls the store for a signal. After a signal, every process reports its progress, and all
-    # stop at the first point that none has passed; meanwhile no process passes a point. A point without a signal costs
-    # a lock, but no message.
+    # A thread of each process polls the store for a signal. After a signal, every process reports its progress and
+    # waits at its current point, and all processes then stop at the first point that none has passed. Without a signal,
+    # a point only costs a lock, but no message.
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and let processes that agree on a point later know that this one passes no more points."""
+        """Stop the thread, and inform processes that look for a point later that this process has ended training."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -172,7 +172,7 @@ class AgreedStop(Stop):
                     self._number = int(alarm) if alarm is not None else self._preemption.number
                     self._agree()
                     return
-        except Exception as error:  # a process has ended, which ends training anyway
+        except Exception as error:  # another process has ended, which ends training anyway
             logger.warning("the processes could not agree on where to stop: %s", error)
 
     def _agree(self) -> None:
@@ -187,7 +187,7 @@ class AgreedStop(Stop):
             self._stop = None if stop is None else tuple(stop)
 
     def _decline(self) -> None:
-        """Tell the other processes that this one passes no more points."""
+        """Inform the other processes that this process will not pass further points."""
         if self._answered:
             return
         self._answered, answer = True, json.dumps(None).encode()
@@ -196,25 +196,25 @@ class AgreedStop(Stop):
                 self._group.broadcast("stop", answer, self._patience)
             else:
                 self._group.gather("passed", answer, self._patience)
-        except Exception as error:  # the others have ended and no longer ask
+        except Exception as error:  # the other processes have ended
             logger.debug("%s: %s", self._group.name, error)
 
 
 def _first_open(answers: list[Any]) -> list[int] | None:
-    """Return the first point that no process has passed; None if some process passes no more points."""
+    """Return the first point that no process has passed, or None if some process will not pass further points."""
     if None in answers:
         return None
     batches, validated, _ = max(answers)
     validations = {answer[2] for answer in answers}
     if len(validations) == 1 and validations != {math.inf}:
         return [batches, validated + 1]
-    return [batches + 1, 0]  # otherwise some processes would stop within a validation, and others at its end
+    return [batches + 1, 0]  # not within a validation, which may be shorter in some processes
 
 
 def stop_of(
     processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
 ) -> Stop:
-    """Return the `Stop` for a process group; ``validation_batches`` returns the number of batches in a validation."""
+    """Return the `Stop` of a process group; ``validation_batches`` returns the number of batches in a validation."""
     group = None if preemption.is_agreed else processes.rendezvous("where to stop")
     if group is None:
         return Stop(preemption)
@@ -229,5 +229,5 @@ def barrier_exit(processes: ProcessGroup) -> None:
     with contextlib.closing(group):
         try:
             group.gather("ended", b"", min(_PATIENCE, processes.timeout))
-        except (BarrierTimeoutError, PeerFailedError) as error:  # harmless, because this process has saved everything
+        except (BarrierTimeoutError, PeerFailedError) as error:  # harmless, because all saves are complete
             logger.warning("not all processes have ended the run with this one: %s", error)

@@ -1,6 +1,6 @@
-"""The adapter for tree states: pytrees, and nnx objects, which are saved as trees of their variables.
+"""The adapter for states that are pytrees or nnx objects, which are saved as trees of their variables.
 
-A loop never changes a pytree in place, but replaces it. This module imports flax only if the state has nnx objects.
+A loop replaces a pytree instead of changing it in place. Flax is imported only if the state has nnx objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast")
 
 
 class TreeAdapter(StateAdapter):
-    """Saves pytrees and nnx objects, the latter alone or in dicts, lists and tuples."""
+    """Saves pytrees, and nnx objects that are the whole state or in dicts, lists and tuples."""
 
     needs, modules = "a state with params, or one module of nnx", "modules of nnx"
 
@@ -43,9 +43,9 @@ class TreeAdapter(StateAdapter):
         super().__init__(misfits)
         self.is_live = is_live
         self._type: type | None = None
-        self._optimizer: Callable[[Any], Any] | None = None  # getter for the nnx.Optimizer in a state
-        self._count: Any = None  # array with the update count of the last state's nnx.Optimizer
-        self._fresh: FreshTypes | None = None  # leaf types at the start of the run, once known
+        self._optimizer: Callable[[Any], Any] | None = None  # returns the nnx.Optimizer in a state
+        self._count: Any = None  # array with the update count of the nnx.Optimizer in the last state
+        self._fresh: FreshTypes | None = None  # leaf types at the start of the run, or None before that
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
@@ -74,7 +74,7 @@ class TreeAdapter(StateAdapter):
         return from_tree(state, restored)
 
     def note_step(self, state: Any) -> None:
-        if type(state) is not self._type:  # search again only when the type has changed
+        if type(state) is not self._type:  # search for the optimizer again only if the type has changed
             self._type, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
@@ -86,7 +86,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the ``nnx.Optimizer``'s update counter, which is a new array after each update; None without one."""
+        """Return the update counter of the ``nnx.Optimizer``, or None if it has none; each update makes a new array."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -102,7 +102,7 @@ class TreeAdapter(StateAdapter):
         from flax import nnx
 
         parameters = nnx.state(module, nnx.Param)
-        # Checkpoints of the module may also contain its other variables, such as statistics, generators and caches.
+        # Checkpoints of the module may also contain other variables, such as statistics, generators and caches.
         others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
         pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
         weights = load_weights(source, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
@@ -112,7 +112,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Return, as text for users, the parts of a later value that a restore into the fresh value would refuse."""
+    """Return human-readable lines about parts of a value that cannot be restored into the fresh value."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
@@ -120,13 +120,13 @@ def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether a value is an ``nnx.Rngs``, which has few variables and immutable arrays."""
+    """Return whether a value is an ``nnx.Rngs``, whose snapshots are cheap because it has few, immutable arrays."""
     nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Rngs)
 
 
 def to_tree(state: Any) -> Any:
-    """Convert nnx objects in a state to nested dicts of their variables; shared variables go to the first object."""
+    """Convert nnx objects in a state to nested dicts of variables, with shared variables in the first object only."""
     objects = _objects(state)
     if not objects:
         return state
@@ -138,7 +138,7 @@ def to_tree(state: Any) -> Any:
 
 
 def from_tree(state: Any, tree: Any) -> Any:
-    """Return the restored pytree; nnx objects in dicts, lists and tuples are updated in place."""
+    """Return the restored pytree, updating nnx objects in dicts, lists and tuples in place."""
     objects = _objects(state)
     if not objects:
         return tree
@@ -160,7 +160,7 @@ def from_tree(state: Any, tree: Any) -> Any:
             "call of the module, or take them out before on_step, as nnx.pop(model, nnx.Intermediate) does:",
             lacking,
         )
-    # Not replace_by_pure_dict(), which would look for variables in values that are dictionaries themselves.
+    # Do not use replace_by_pure_dict(), which would look for variables inside values that are dictionaries.
     new: dict[Any, Any] = {}
     for path, variable in nnx.to_flat_state(variables):
         value: Any = pure
@@ -173,7 +173,7 @@ def from_tree(state: Any, tree: Any) -> Any:
 
 
 def _lacking(values: Any, others: Any, path: str) -> Iterator[str]:
-    """Yield the paths of variables that only the first of two nested dictionaries has."""
+    """Yield the paths of variables that exist only in the first of two nested dictionaries."""
     for key, value in values.items() if isinstance(values, dict) and isinstance(others, dict) else ():
         name = f"{path}/{key}" if path else str(key)
         if key in others:
@@ -183,7 +183,7 @@ def _lacking(values: Any, others: Any, path: str) -> Iterator[str]:
 
 
 def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
-    """Return a function that gets the ``nnx.Optimizer`` from a state like this one, or None if there is none."""
+    """Return a function that gets the ``nnx.Optimizer`` from states with this structure, or None if there is none."""
     optimizer_type = getattr(loaded("flax.nnx"), "Optimizer", ())
     if isinstance(state, optimizer_type):
         return lambda optimizer: optimizer
@@ -194,12 +194,12 @@ def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
 def _has_changed(before: Any, now: Any) -> bool:
     if now is None or now is before:
         return False
-    # Values are compared, because a jitted function creates a new array even if it does not change the optimizer.
+    # Compare values, because a jitted function creates new arrays even if it does not change the optimizer.
     return is_deleted(before) or is_deleted(now) or not np.array_equal(before, now)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace each nnx object in dicts, lists and tuples by the result of ``change``, in order."""
+    """Replace each nnx object in dicts, lists and tuples with the result of ``change``, in order."""
     if is_nnx(value):
         return change(value)
     if type(value) is dict:
@@ -217,7 +217,7 @@ def _objects(state: Any) -> list[Any]:
 
 
 def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
-    """Put the state's nnx objects into the restored tree; ``restored`` collects each object's variables, once."""
+    """Put the nnx objects of the state into the restored tree; ``restored`` collects the variables of each object."""
     if is_nnx(value):
         if tree:
             restored.setdefault(id(value), tree)
@@ -229,21 +229,21 @@ def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
     return tree
 
 
-# ---- partial restores: leaves of the same path, even if a chain of optimizers has grown
+# ---- partial restores, which match leaves by path, even if a chain of optimizers has grown
 
 
-_Node = tuple[str, TreeDef | None]  # name and definition of a container; for a leaf, name and None
+_Node = tuple[str, TreeDef | None]  # name and definition of a container, or name and None for a leaf
 
 
 class FittingHandler(PyTreeCheckpointHandler):
-    """Restores the leaves that fit a template; the others keep the template's values and are listed."""
+    """Restores only the leaves that fit a template; all others keep the template's values and are added to misfits."""
 
     def __init__(self, misfits: Misfits, compression: int | None) -> None:
         super().__init__(compression=compression)
         self._misfits = misfits
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Restore the tree; if it differs from the template, restore the leaves that fit."""
+        """Restore the tree, or only the leaves that fit if it differs from the template."""
         try:
             return super().restore(directory, item, files=files, **kwargs)
         except TreeMismatchError:
@@ -257,8 +257,8 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 def _pairs(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     """Yield the names of corresponding leaves in two trees, as pairs."""
-    # Dictionary entries and attributes are matched by key. Optimizer chains are tuples that may have
-    # grown, or be nested differently: their states are matched by order and class name.
+    # Dictionary entries and attributes are matched by key. Optimizer chains are tuples that may have grown or be nested
+    # differently, so their states are matched by order and class name.
     if not (_is_chain(saved) or _is_chain(wanted)):
         yield from _entries(saved, wanted)
         return
@@ -277,7 +277,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     if node is None or other is None:
         if node is other:
             yield name, other_name
-    elif _optax(node) == _optax(other):  # otherwise they belong to different transformations
+    elif _optax(node) == _optax(other):  # otherwise, they belong to different transformations
         children = dict(zip(node.segments, node.named_children(name), strict=True))
         for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
             if segment in children:
@@ -285,7 +285,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
 
 
 def _is_chain(part: _Node) -> bool:
-    """Return whether a container is a tuple, or a dictionary that takes the place of one in an nnx optimizer state."""
+    """Return whether a container is a tuple, or a dictionary that represents a tuple in an nnx optimizer state."""
     name, node = part
     if node is None:
         return False
@@ -297,7 +297,7 @@ _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 
 def _parts(part: _Node) -> Iterator[_Node]:
-    """Yield the parts of a chain, with nested chains flattened, omitting parts without leaves."""
+    """Yield the parts of a chain that have leaves, flattening nested chains."""
     name, node = part
     if node is not None and _is_chain(part):
         for child in node.named_children(name):
@@ -307,7 +307,7 @@ def _parts(part: _Node) -> Iterator[_Node]:
 
 
 def _class_of(part: _Node, prefix: int) -> str:
-    """Return the class name of a chain's part; for an nnx optimizer, which does not store classes, its keys."""
+    """Return the class name of a part of a chain, or its keys in an nnx optimizer, which does not store classes."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))
@@ -315,6 +315,6 @@ def _class_of(part: _Node, prefix: int) -> str:
 
 
 def _optax(node: TreeDef) -> str | None:
-    """Return the class name of an optax state; None for other containers."""
+    """Return the class name of an optax state, or None for other containers."""
     label = node.label or ""
     return label.rpartition(".")[2] if label.startswith("optax.") else None

@@ -1,4 +1,4 @@
-"""The run witness: records steps, compares a resumed run's steps with the record, and reports differences."""
+"""The witness of a run, which records steps, compares the steps of a resumed run, and reports differences."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from .first_steps import cause_in_state
 
 logger = logging.getLogger("holdfast")
 
-_SAVES = 4  # number of earlier saves that may still be in progress, in the directory and on local storage
-_LAST = 4  # number of step reports after a save before one line sums up the comparison
+_SAVES = 4  # number of earlier saves that may be in progress, in the directory and on local storage
+_LAST = 4  # number of step reports after a save until one line summarizes the comparison
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The result so far of comparing a resumed run with the steps before the stop.
+    """The current result of comparing a resumed run with the steps before the stop.
 
     Attributes:
-        exact: True if all compared steps are the same as before the stop; False if one is not; None if nothing has
-            been compared yet, if nothing can be compared, or if only rounding differs.
+        exact: True if all compared steps are identical to those before the stop; False if any step differs; None if no
+            step has been compared, if no step can be compared, or if only rounding differs.
         steps: The compared steps that are identical to those before the stop.
         differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
-        rounding: The greatest relative difference that counts as rounding, or None.
-        why: Why nothing can be compared, or an empty text.
+        rounding: The largest relative difference that was attributed to rounding, or None.
+        why: The reason why no steps can be compared, or an empty string.
     """
 
     exact: bool | None = None
@@ -63,13 +63,13 @@ class Proof:
 
 
 class HandingOver(NamedTuple):
-    """Advice, specific to an integration, on how to pass the callback state that a resume lacks."""
+    """An integration's advice to users on how to pass missing state to the callback."""
 
     data: str
     generator: str
     counter: str
     attribute: str
-    state: Callable[[Seen | None], str]  # returns the whole advice, given what the witness sees of the program
+    state: Callable[[Seen | None], str]  # returns the advice about a differing state
 
 
 IN_LOOPS = HandingOver(
@@ -95,7 +95,7 @@ IN_TRAINERS = HandingOver(
 
 
 class Witness:
-    """Observes one run, if ``enabled``: each step report, each save, and the resume at the start."""
+    """Observes the resume, the step reports and the saves of a run, if ``enabled``."""
 
     def __init__(
         self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact, handing_over: HandingOver = IN_LOOPS
@@ -108,17 +108,17 @@ class Witness:
         self._enabled = enabled
         self._key: Mapping[str, Any] = {}
         self._recorder: Recorder | None = None
-        self._k = 0  # step reports since the last save
-        self._mark: Any = None  # the epoch at the last report
-        self._last: Pending | None = None  # the record of the current step report, if there is one
+        self._k = 0  # number of step reports since the last save
+        self._mark: Any = None  # the epochs at the last report
+        self._last: Pending | None = None  # the record of the latest step report, if it was recorded
         self._file: RecordFile | None = None
         self._earlier: list[RecordFile] = []  # record files of earlier saves that may be incomplete
-        self._records = Records()  # records of the step that the run has resumed from
+        self._records = Records()  # records of the step from which the run has resumed
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have not been compared yet
         self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
         self._compares = False  # whether steps are being compared after a resume
-        self._has_said = True  # whether the line about the comparison has been logged
+        self._has_said = True  # whether the summary of the comparison has been logged
         self.error: StateError | None = None  # set if the resume is not exact, after which nothing may be saved
         if enabled:
             on_commit(manager, self._committed)
@@ -138,7 +138,7 @@ class Witness:
                 self._recorder = Recorder(seen)
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Compare the restored program with the record of the save, unless ``why_not`` gives a reason against it."""
+        """Compare the restored program with the record of the save, unless ``why_not`` says why this is impossible."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -162,9 +162,9 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Record a step report before deciding whether to save it; raise StateError if ``on_inexact`` requires it."""
-        # ``look`` is called only if the step is recorded or compared. ``mark`` has the epoch or epochs of the step: the
-        # first step with a new mark is recorded as well.
+        """Record and compare a step report before it is saved; raise StateError if ``on_inexact`` requires it."""
+        # ``look`` is called only if the step is recorded or compared. ``mark`` has the epochs of the step; the first
+        # step of each epoch is always recorded.
         if self.error is not None:
             raise self.error
         self._k += 1
@@ -186,19 +186,19 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # Steps that differ from those before the stop are not added to the records of the save that was resumed from.
+        # A step that differs from before the stop must not be added to the records of the restored checkpoint.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
         """Record the save of a step, which ends the comparison; raise StateError as :meth:`note` does."""
-        # If the step has just been ``reported``, nothing has changed since, so the record of the report is reused.
+        # If the step was just ``reported``, its record is reused, because no value has changed since.
         with self._only_logged():
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:  # if moved, it may be in the next epoch
+            if self._k and self._last is None and self.watches and not moved:  # after a move, the epoch may differ
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()
@@ -220,7 +220,7 @@ class Witness:
                     file.commit(directory, record.fingerprint)
 
     def close(self) -> None:
-        """Finish all comparisons and record files at the end of the run; never raises."""
+        """Finish all comparisons and record files at the end of the run, without raising exceptions."""
         self._on_inexact = "warn" if self._on_inexact == "raise" else self._on_inexact
         with self._only_logged():
             self._compare_arrived(None, wait=True)
@@ -233,7 +233,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """Turn off the witness, but let training continue, if its own code or code that it calls raises an error."""
+        """Log an exception of the witness or code that it calls, and disable the witness, but let training continue."""
         try:
             yield
         except Exception as error:
@@ -288,7 +288,7 @@ class Witness:
             self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
-        """Return the relative difference if rounding on another processor explains it, otherwise None."""
+        """Return the relative difference if it can be caused by rounding on another processor, otherwise None."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
         devices = str(self._records.key.get("devices") or "cpu")  # no devices if all arrays are numpy arrays
@@ -300,7 +300,7 @@ class Witness:
     def _found(
         self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
     ) -> None:
-        """Record a step that differs from the one before the stop, and report the first such step."""
+        """Record that a step differs from the same step before the stop, and report the first such step."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
@@ -321,7 +321,7 @@ class Witness:
             logger.warning("%s", text)
 
     def _conclude(self) -> None:
-        """Report once, in one line, what was compared."""
+        """Log a one-line summary of the comparison, at most once."""
         if self._has_said:
             return
         self._has_said = True
@@ -357,8 +357,8 @@ class Witness:
 
 
 def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
-    """Return the likely cause of a difference, what to pass to the callback, and which other state could be reached."""
-    from ...engine.fingerprints import not_handed_over  # imported lazily: few runs need it
+    """Return a text with the likely cause of a difference, the state to pass, and other reachable state."""
+    from ...engine.fingerprints import not_handed_over  # imported lazily, because few runs need it
 
     if "batch" in differs:
         cause = f"The data does not continue where it stopped: {how.data}"
@@ -373,11 +373,11 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
 
 
-# ---- what two runs must have in common
+# ---- conditions under which two runs can be compared
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why the options cause the steps to differ from those before the stop, or an empty text."""
+    """Return why the options make the steps differ from those before the stop, or an empty string."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":
@@ -388,7 +388,7 @@ def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
 
 
 def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the change since the recorded run that makes this run incomparable with it, or ""."""
+    """Describe the change since the recorded run that makes a comparison impossible, or return ""."""
     for name, description in _KEYS.items():
         if key.get(name) != now.get(name):
             return f"{description} changed ({key.get(name)}, now {now.get(name)})"
@@ -399,7 +399,7 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return what comparable runs must have in common, and the processor, which may explain rounding differences."""
+    """Return the values that comparable runs share, and the processor, which may explain rounding differences."""
     names = ("torch", "jax", "numpy", "lightning")
     modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
     versions = [f"{name} {module.__version__}" for name, module in modules.items()]
