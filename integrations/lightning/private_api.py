@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wraps methods of individual objects until :meth:`remove`; wrappers are active only while ``applies()`` is true."""
+    """Wraps methods of individual objects until :meth:`remove`; wrappers are active while ``applies()`` is true."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop restart with the validation after the last batch; discard the counts of an unfinished validation."""
+    """Make the loop restart with the validation after the last batch, and reset the counts of an unfinished one."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
