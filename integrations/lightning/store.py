@@ -295,7 +295,7 @@ class RunStore:
             yield manager
 
     def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-        """Load a step, or the newest intact one, as a Lightning checkpoint dictionary, optionally with data positions."""
+        """Load a step, or the newest intact one, as a Lightning checkpoint, optionally with data positions."""
         manager = self.manager
         wanted: Any = template
         if self._has_positions:

@@ -107,7 +107,7 @@ def is_plain_tree(value: Any) -> bool:
 
 
 class _Plain:
-    """Converts values to plain data and arrays; records the types of converted values and which entries are left out."""
+    """Converts values to plain data and arrays, and records the converted types and the entries that are left out."""
 
     def __init__(self) -> None:
         self.left: list[str] = []

@@ -34,8 +34,8 @@ _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDict
 def run_directory(name: str = "checkpoints") -> str:
     """Return the checkpoint directory in the storage of this Ray Train run, which is the same for every worker.
 
-    Ray registers checkpoints in this directory without copying them. The directory is the subdirectory ``name`` of the
-    run directory. Set both arguments of ``RunConfig(storage_path=..., name=...)``, so that a restarted program finds it.
+    Ray registers checkpoints in this directory without copying them. It is a subdirectory of the run's directory, which
+    is set by ``RunConfig(storage_path=..., name=...)``; set both arguments so that a restarted program finds it.
 
     Args:
         name: The name of the directory.
