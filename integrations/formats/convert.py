@@ -452,7 +452,7 @@ class _LaterPiece:
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
-    """Replace every leaf that is not kept with an empty dictionary; ``kept`` yields one flag per leaf, in tree order."""
+    """Replace each leaf that is not kept with an empty dictionary; ``kept`` yields one flag per leaf, in tree order."""
     empty = TreeDef("dict", [], [], dict)
     parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
     return TreeDef(node.kind, node.keys, parts, node.build, node.label)

@@ -63,7 +63,7 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 def _s3_spec(bucket: str) -> dict[str, Any]:
     """Return the TensorStore spec for an S3 bucket, with the same endpoint and credentials as ``Location``."""
-    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred, because it imports asyncio and ssl
+    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred because it loads asyncio and ssl
 
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently, and pass each to ``use`` with its index; return failed names and errors."""
+        """Read arrays or boxes concurrently, and call ``use`` with the index and data of each; return failures."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []

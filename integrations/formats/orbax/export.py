@@ -205,7 +205,7 @@ def export_orbax(
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
     """Export copies of checkpoints to Orbax; return each checkpoint with its copy, step, and trees."""
-    # A single tree becomes a directory for a `StandardCheckpointer`; steps become a directory for a `CheckpointManager`.
+    # A single tree is exported for use with a `StandardCheckpointer`, and steps for use with a `CheckpointManager`.
     # Integer keys become strings, because Orbax supports only string keys.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
