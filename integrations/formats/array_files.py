@@ -165,7 +165,7 @@ class HDF5Tree(FetchedTree):
         self.arrays.append(FetchedArray(numbered, "/" + "/".join(path), dtype, shape, obstacle))
 
 
-# ---- zip archives, and those of ``numpy.savez``
+# ---- zip archives, including those written by ``numpy.savez``
 #
 # A numpy.savez archive has one member ``<name>.npy`` per array:
 # https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. A name with slashes is a path. Object arrays
@@ -233,7 +233,7 @@ def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
     path = tuple(info.filename.removesuffix(_MEMBER).split("/"))
     with archive.open(info) as member:
         version = npy.read_magic(member)
-        if version not in _HEADERS:  # version 3 is only used for structured arrays with UTF-8 field names
+        if version not in _HEADERS:  # version 3 is used only for structured arrays with UTF-8 field names
             return FetchedArray(path, info.filename, np.dtype("V1"), (), "an array of structures")
         shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:

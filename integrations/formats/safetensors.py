@@ -57,7 +57,7 @@ _ALIGNMENT = 8  # bytes; tensor data alignment in the reference implementation
 _LARGEST_SIZE = 1 << 62
 # In a folder without an index, file names contain the shard (process), model name, file number, and file count.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
-_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the part offsets
+_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the shard offsets
 _OFFSETS = "saved_offsets"
 
 _DTYPES: dict[str, np.dtype[Any]] = {

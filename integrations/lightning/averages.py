@@ -70,7 +70,7 @@ def _grow_trackers(module: Any, names: Collection[str]) -> None:
                 part.increment()
 
 
-# ---- flags of a module that a program switches while it trains, and that no state dict holds
+# ---- flags of a module that a program changes during training, and that no state dict contains
 
 
 _Flags = dict[str, dict[str, bool]]

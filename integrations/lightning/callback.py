@@ -63,7 +63,7 @@ class CheckpointCallback(ResumingCallback):
 
         callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=100, max_to_keep=3)
         trainer = L.Trainer(callbacks=[callback])
-        trainer.fit(model, datamodule)  # the same command again resumes; no ckpt_path
+        trainer.fit(model, datamodule)  # resumes when the program is run again, without ckpt_path
 
     The step number is ``trainer.global_step``, so checkpoint N includes N optimizer updates. Batches that are trained
     without a Lightning optimizer, as in manual optimization with ``use_pl_optimizer=False``, also count. A run that is
@@ -78,9 +78,9 @@ class CheckpointCallback(ResumingCallback):
     After SIGTERM, the callback saves before the next batch or validation, waits until the files are durable, and ends
     the process with status 143; data loader workers survive until then. A signal during a validation ends the process
     at once, and the run resumes from the last saved step. Nothing can be saved during a validation, because callbacks
-    may have replaced the weights with an average. After any other exception, the callback lets a pending save finish
-    but saves nothing new (except with ``save_on_exception``). Under SLURM, the requeue signal triggers a save in the
-    same way, requeues the job, and ends the process with status 75; Lightning's own requeue checkpoints are ignored.
+    may have replaced the weights with an average. After an exception, the callback lets a pending save finish but saves
+    nothing new (except with ``save_on_exception``). Under SLURM, the requeue signal triggers a save in the same way,
+    requeues the job, and ends the process with status 75; Lightning's own requeue checkpoints are ignored.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2), all processes save one checkpoint together:
     each saves its share of the parameters and optimizer state, its random generators, and its data position. SIGTERM to
@@ -90,7 +90,8 @@ class CheckpointCallback(ResumingCallback):
     nothing is pickled. Hyper-parameters and callback states of other types are left out, and a warning lists them.
 
     ``init_from`` must provide exactly the parameters and buffers in the module's state dict. With
-    ``partial="initialize"``, only those that fit are loaded, and a resume restores the state that fits.
+    ``partial="initialize"``, only those that fit are loaded; likewise, a resume restores only the module, optimizer,
+    and scheduler state that fits.
 
     Args:
         dirpath: The checkpoint directory: a path or a URL.
@@ -100,7 +101,7 @@ class CheckpointCallback(ResumingCallback):
         witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
         item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this value.
-        save_on_exception: When training ends with an exception, save the state after the last complete batch. A copy of
+        save_on_exception: When training ends with an exception, save the state as of the last complete batch. A copy of
             the whole state is kept in host memory and updated after every step. Supported only with one process.
         export_best: The file to which the weights of the best checkpoint by ``best_fn`` are exported, such as
             ``best.safetensors``, or ``best.ckpt`` for Lightning's ``load_from_checkpoint``; relative to ``dirpath``.
@@ -185,7 +186,7 @@ class CheckpointCallback(ResumingCallback):
     def manager(self) -> CheckpointManager:
         """The run's checkpoint manager, for tasks outside the trainer, such as listing and pinning checkpoints.
 
-        A checkpoint saved by several processes has two items: ``state``, and ``process`` with each one's data position.
+        A checkpoint saved by several processes has two items: ``state``, and ``process`` for the data positions.
         """
         return self._store.manager
 
@@ -196,7 +197,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal listed in ``signals=``, or the SLURM requeue signal, has arrived."""
+        """True if a signal listed in ``signals`` or the SLURM requeue signal has arrived."""
         return self._preemption.received
 
     @property
@@ -365,7 +366,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let a pending save finish; with ``save_on_exception``, save the state after the last complete batch."""
+        """Let a pending save finish; with ``save_on_exception``, save the state as of the last complete batch."""
         try:
             if self._recorder is not None:
                 self._recorder.writer.save_after(exception)

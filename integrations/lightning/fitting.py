@@ -61,7 +61,7 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 
 
 class Fitting:
-    """Restores the module, optimizers and schedulers in one ``fit``: strictly or, with ``misfits``, whatever fits."""
+    """Restores the module, optimizers, and schedulers of a ``fit``: strictly or, with ``misfits``, only what fits."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
@@ -96,7 +96,7 @@ class Fitting:
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata with the initial values of the hyperparameters that the run changed; None if none."""
+        """Return step metadata with the initial values of hyperparameters that the run changed; None if unchanged."""
         changed = {} if self._start is None else self._start.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
@@ -181,7 +181,7 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """Replace optimizer and scheduler states with states that fit, for a trainer that loads within the context."""
+        """While the trainer loads a checkpoint, replace its optimizer and scheduler states with states that fit."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return
@@ -343,7 +343,7 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares the most names, preferring ``index`` in a tie; None if none does."""
+    """Return the index of the set that shares the most names (``index`` if tied); None if no set shares any."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -381,7 +381,7 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
 
 
 def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
-    """Describe the shape mismatch if torch would refuse to load a saved tensor into the module; otherwise None."""
+    """Return a description of the shape mismatch if torch would refuse to load a saved tensor; otherwise None."""
     if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
@@ -400,7 +400,7 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
 
 def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     omitted = (*_NO_OPTIONS, "initial_lr")  # initial_lr is added by schedulers
-    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's placeholder optimizer has none
+    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's placeholder has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
 

@@ -69,7 +69,7 @@ class ResumePath(str):
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # Trainers accept only existing local paths, so a remote URL is replaced by one, but messages show the URL.
+        # Trainers check that the path exists locally, so a remote URL needs a substitute; messages show the real URL.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -85,7 +85,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     ::
 
         trainer = L.Trainer(plugins=[HoldfastCheckpointIO()])
-        trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, for the newest
+        trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, to load its newest step
 
     The plugin itself never saves. Lightning does not accept checkpoint plugins for strategies that load checkpoints
     themselves, such as ``ModelParallelStrategy``.
@@ -120,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a holdfast checkpoint, some of whose entries may have a template; return None for other files."""
+        """Load a holdfast checkpoint, using the template for entries that have one; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint and rename its state to the module's current names, which change with ``torch.compile``."""
+        """Load a checkpoint, renaming its state to the module's current names, which differ if it is compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -163,8 +163,8 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         super().teardown()
         self.store.at_teardown.close()
 
-    # ---- wrappers of methods of a trainer and its strategy, with which all processes save, delete and load a step
-    # together: Lightning would call the plugin in one of them, or in none; the files are written in the background
+    # ---- wrappers of trainer and strategy methods, with which all processes save, delete, and load a step together
+    # Without them, Lightning would call the plugin in at most one process. Files are written in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None

@@ -55,7 +55,7 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore loader states, so that iteration continues after the last batch or, if ``ended``, with a new epoch."""
+    """Restore loader states; iteration continues after the last batch or, if the epoch has ``ended``, starts over."""
     # Most loader states show that an epoch has ended. Exceptions are torchdata loaders, if no batch was requested after
     # the last one, and Hugging Face streams.
     stateful = _stateful(loaders)
@@ -169,7 +169,7 @@ class DrawnAhead:
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
-        """Start tracking an epoch over the loaders; ``replicated`` names state that is identical in all processes."""
+        """Start tracking an epoch over the loaders; ``replicated`` lists state that is identical in all processes."""
         self._loaders = loaders
         self._is_for_all = all_stateful(loaders) and len(replicated_states(loaders, replicated)) == len(loaders)
 
@@ -246,7 +246,7 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     return dict(by_id.values())
 
 
-# ---- batch sizes, if another number of processes continues
+# ---- batch sizes, for resuming with a different number of processes
 
 
 def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:

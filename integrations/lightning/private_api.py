@@ -74,7 +74,7 @@ NAMES_IN_MODULES = {  # keyed by submodule of the package; attributes may be set
 _GIVEN = "holdfast_given_path"  # checkpoint connector attribute that stores the ``ckpt_path`` given by the caller
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# Child processes outlive their trainer. They are kept here because Python warns if it garbage-collects a running Popen.
+# Child processes that trainers have released are kept, because Python warns if it garbage-collects a running Popen.
 _released: list[subprocess.Popen[bytes]] = []
 
 # With an auto-resuming callback, a trainer behaves as with ``ckpt_path="last"``. Lightning then warns about a missing
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop restart with the validation after the last batch, and reset the counts of an unfinished one."""
+    """Make the loop restart with the validation after its last batch, dropping counts of an unfinished validation."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))

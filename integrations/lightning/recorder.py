@@ -1,4 +1,4 @@
-"""Follow one ``fit`` from start or resume to its end, and save at points where its state is consistent."""
+"""Follow a ``fit`` from its start or resume to its end, and save at points where its state is consistent."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class FitRecorder:
         self.witness.begin()
 
     def finish(self) -> None:
-        """If nothing was left to do, announce this, and restore the trainer's metrics from the last step."""
+        """If nothing was left to do, say so and restore the trainer's metrics from the last step."""
         self._replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return

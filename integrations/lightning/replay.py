@@ -3,7 +3,7 @@
 The order of batches in an epoch depends on the random generators at four points: when the program creates the data
 loaders, when a loader creates its iterator (and seeds the workers, which start loading), at the first batch (when
 samplers without workers are seeded), and at each later batch, because the model draws from the same generators. To
-restore a stateless loader, a resumed run repeats the first three steps with the saved generator states and then draws
+restore a stateless loader, a resumed run goes through the first three with the saved generator states and then draws
 the earlier batches again. A stateful loader restores itself.
 
 :class:`EpochReplay` is a state machine. It either follows the run or holds a saved position, which is at the end of an
@@ -142,7 +142,7 @@ class EpochReplay:
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        private_api.skip_sanity_check(self._loop)  # because its hooks would change the restored state
+        private_api.skip_sanity_check(self._loop)  # The hooks of the check would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._loop.epoch_progress.current
@@ -225,7 +225,7 @@ class EpochReplay:
             # on_train_end replaces the weights with their average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
-    # ---- returning to where a checkpoint was saved
+    # ---- returning to a saved position
 
     def _go_to_epoch(self, saved: SavedPosition) -> None:
         self._restore_module(saved)
@@ -401,7 +401,7 @@ class EpochReplay:
         if not saved.is_new:
             loaders.restore_loader_generators(validation["generators"], parts)
 
-    # ---- the present loaders and generators
+    # ---- the current loaders and generators
 
     def _loaders(self) -> list[Any]:
         return private_api.loaders_of(self._loop)

@@ -148,7 +148,7 @@ class StepWriter:
         self._outdated.discard(step)
 
     def hold(self, step: int, point: Point) -> None:
-        """Keep a copy of the state at this point, to save if an exception occurs before the next point."""
+        """Keep a copy of the state at this point, to be saved if an exception occurs before the next point."""
         if self._copies is None or self.newest.is_complete(step):
             self.held = None
             return

@@ -1,7 +1,7 @@
 """End a run after a signal.
 
-The handlers here replace Lightning's. The run saves before the next batch or validation and then ends; a validation in
-progress is aborted at once.
+The signal handlers in this module replace Lightning's. The run saves before the next batch or validation and then ends;
+a validation in progress is aborted at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FitStop:
         """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # excludes the last batch, as a validation may follow
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # except the last batch, which a validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:

@@ -235,7 +235,7 @@ class RunStore:
         return name
 
     def publish(self, options: CallbackArguments) -> None:
-        """Update the symlinks and the exported best weights; failures are only logged, because the run goes on."""
+        """Update the symlinks and the exported best weights; log failures, because nothing depends on these files."""
         manager, links = self.manager, options.links and self.directory.is_local
         steps = manager.all_steps() if links or options.export_best is not None else []
         best = manager.best_step() if steps and options.best_fn is not None else None
@@ -263,7 +263,7 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save the result of ``dump`` in the background, ``locally`` as a host-local step only; a collective call."""
+        """Save the result of ``dump`` in the background; if ``locally``, only as a host-local step. A collective call."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:

@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return a leaf for process 0 to send, with placeholders for tensors that are large or in every process."""
+        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or in every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
@@ -177,7 +177,7 @@ class SharedState:
         return _Sent(tuple(value.shape), value.dtype)
 
     def _filled(self, value: Any, path: Path, here: Any) -> Any:
-        """Return the leaf for a placeholder from process 0; ``here`` is this process's value at the same path."""
+        """Return a leaf from process 0, with placeholders replaced; ``here`` is this process's value at that path."""
         if isinstance(value, _Sent):
             self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return self._large[-1]
@@ -236,7 +236,7 @@ class StateHandler(PyTreeCheckpointHandler):
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
-        # Add back containers without leaves, because a selection leaves them out.
+        # Add back containers without leaves, because a selection omits them.
         return {**mapped(lambda _leaf, _path, saved: saved, rest, as_they_are), **parts}
 
 

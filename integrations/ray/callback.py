@@ -38,14 +38,15 @@ class CheckpointCallback(LoopCallback):
                     if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
-    It takes the same options, and outside of Ray Train it behaves the same. In a worker, it behaves as follows:
+    It takes the same options and behaves identically outside of Ray Train. In a worker, the following also applies:
 
     - Every saved step is reported to Ray after it has become durable. ``ray.train.report`` receives the step's metrics
-      and its checkpoint, without a copy. A report waits for all workers, so a step is reported when the next one is
-      saved, after a preemption signal, or at the end.
-    - Ray owns the reported checkpoints and deletes them as set by ``CheckpointConfig(num_to_keep=...)``. With
+      and a reference to its checkpoint, which is not copied. A report waits for all workers, so a step is reported when
+      the next one is saved, after a preemption signal, or at the end.
+    - Ray owns the reported checkpoints and deletes them according to ``CheckpointConfig(num_to_keep=...)``. With
       ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics, because
-      Ray does not restart a run whose reported checkpoints are gone. Ray's ``Result`` then contains neither.
+      Ray does not restart a run whose reported checkpoints are gone. ``Result`` then contains neither checkpoints nor
+      metrics, because Ray stores metrics with checkpoints.
     - SIGTERM is handled even though the loop does not run in the main thread. All workers save the same step and stop.
       Leaving the ``with`` block then raises :class:`PreemptedError`, because Ray would consider the run finished if the
       function returned. This counts as a failure in ``FailureConfig(max_failures=...)``.

@@ -12,8 +12,8 @@ from ..components import Checkpointable
 class RemoteComponent(Checkpointable):
     """A component of :mod:`holdfast.components` that lives in a Ray actor.
 
-    Its state is saved from the actor and restored to the actor. The states of all remote components in a tree are
-    requested concurrently. ``from_checkpoint`` starts a new actor with the same class, arguments, and options.
+    Saves and restores are delegated to the actor, which holds the state. The states of all remote components in a tree
+    are requested concurrently. ``from_checkpoint`` starts a new actor with the same class, arguments, and options.
 
     ::
 
@@ -26,8 +26,8 @@ class RemoteComponent(Checkpointable):
         team.save_to_path("runs/team")
 
     Args:
-        kind: The class to instantiate in the actor, such as a component class. It must have ``get_state()`` and
-            ``set_state(state)``, and must not be wrapped by ``ray.remote``.
+        kind: The class to instantiate in the actor, such as a component class. It must have the methods ``get_state()``
+            and ``set_state(state)``, and must not be wrapped by ``ray.remote``.
         *args: Positional arguments for the constructor.
         options: Ray actor options, such as ``{"num_cpus": 1}``.
         **kwargs: Keyword arguments for the constructor.
@@ -51,7 +51,7 @@ class RemoteComponent(Checkpointable):
         Args:
             components: As for ``Checkpointable.get_state``; passed to the object if given.
             not_components: As for ``Checkpointable.get_state``; passed to the object if given.
-            **options: Further options, which are passed to the object.
+            **options: Further options to pass to the object.
         """
         given = {"components": components, "not_components": not_components}
         options |= {name: names for name, names in given.items() if names is not None}

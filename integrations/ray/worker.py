@@ -38,7 +38,7 @@ def run_directory(name: str = "checkpoints") -> str:
     is set by ``RunConfig(storage_path=..., name=...)``; set both arguments so that a restarted program finds it.
 
     Args:
-        name: The name of the directory.
+        name: The name of the subdirectory.
 
     Returns:
         A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
@@ -86,7 +86,7 @@ class Worker:
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics, and optionally a checkpoint in Ray's storage without copying it; wait for all workers."""
+        """Report metrics and, optionally, a checkpoint in Ray's storage, which is not copied; wait for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)

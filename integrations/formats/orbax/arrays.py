@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently, and call ``use`` with the index and data of each; return failures."""
+        """Read arrays or boxes concurrently, and pass their index and data to ``use``; return names and errors."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -177,7 +177,7 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read for some boxes: their bounding box if they fill at least half of it, or each box."""
+    """Return the regions to read: the bounding box if the boxes fill at least half of it, otherwise each box."""
     # Reading the bounding box avoids decoding a shared chunk once per box.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
@@ -197,7 +197,7 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
 
 
 class ProcessDatabases:
-    """Databases without a common index, each with the shards that one process saved."""
+    """Per-process databases without a common index; each contains the shards that its process saved."""
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]

@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Return the checkpoints ``<name>-<number>`` by number, for the newest checkpoint's name or the most common one."""
+    """Map numbers to checkpoints ``<name>-<number>`` with the newest one's name or, failing that, the most common."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):

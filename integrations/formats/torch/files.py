@@ -57,7 +57,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
-    """The file does not begin with the zip magic number."""
+    """Raised if a file does not begin with the zip magic number."""
 
 
 class TorchArchive:

@@ -186,7 +186,7 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """A numpy dtype in a pickle; ``value`` is None unless elements are numbers (or ml_dtypes), text, or bytes."""
+    """A numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.value: Any = None

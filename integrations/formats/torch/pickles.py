@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class of the objects that builders return if the opcode ``BUILD`` must set their state."""
+    """Base class of objects that builders return and whose state is set by the opcode ``BUILD``."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
