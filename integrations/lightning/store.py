@@ -263,7 +263,7 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save the result of ``dump`` in the background, if ``locally`` only as a host-local step; a collective call."""
+        """Save the result of ``dump`` in the background or, if ``locally``, as a host-local step; a collective call."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:
