@@ -235,7 +235,7 @@ class RunStore:
         return name
 
     def publish(self, options: CallbackArguments) -> None:
-        """Update the symlinks and the exported best weights; log failures, because nothing depends on these files."""
+        """Update the symlinks and exported best weights; only log failures, because nothing depends on these files."""
         manager, links = self.manager, options.links and self.directory.is_local
         steps = manager.all_steps() if links or options.export_best is not None else []
         best = manager.best_step() if steps and options.best_fn is not None else None
