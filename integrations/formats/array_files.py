@@ -1,9 +1,9 @@
 """Read array files: HDF5, Keras 3 weights (``.weights.h5`` and ``.keras``), and ``numpy.savez``.
 
-HDF5 groups and datasets, read with h5py, become dictionaries and arrays. Groups with the keys 0, 1, ... become lists,
-because Keras numbers the variables of a layer: ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of an HDF5
-file and JSON files that describe the model (https://keras.io/api/models/model_saving_apis). External links are not
-followed.
+HDF5 groups and datasets, read with h5py, become dictionaries and arrays. Groups whose keys are 0, 1, ... become lists,
+because Keras numbers the variables of a layer, as in ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of an
+HDF5 file and JSON files that describe the model (https://keras.io/api/models/model_saving_apis). External links are
+not followed.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class KerasFile(SingleTree):
                 raise DamagedCheckpointError(f"{self.location}: {info.filename} is nested too deeply") from error
 
     def items_to_load(self) -> list[str]:
-        return [ITEM]  # the configuration is only read on request
+        return [ITEM]  # the configuration is read only on request
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets of an HDF5 file, or, with ``inside``, of the HDF5 file in a ``.keras`` file."""
+    """The datasets in an HDF5 file or, with ``inside``, in the HDF5 file inside a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -165,11 +165,11 @@ class HDF5Tree(FetchedTree):
         self.arrays.append(FetchedArray(numbered, "/" + "/".join(path), dtype, shape, obstacle))
 
 
-# ---- zip archives, and those of ``numpy.savez``
+# ---- zip archives, including those written by ``numpy.savez``
 #
 # A numpy.savez archive has one member ``<name>.npy`` per array:
 # https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. A name with slashes is a path. Object arrays
-# are pickles, which are listed but not read.
+# are pickled, so they are listed but not read.
 
 _MEMBER = ".npy"
 _END = 22  # bytes; size of the end-of-central-directory record without the archive comment
@@ -202,7 +202,7 @@ class NumpyTree(FetchedTree):
 
 @contextlib.contextmanager
 def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive; convert errors about its content to DamagedCheckpointError with the file name."""
+    """Open a zip archive; raise DamagedCheckpointError with the file name if its content is invalid."""
     with location.open_data() as reader:
         try:
             file = opened(reader, 0, reader.size)
@@ -217,7 +217,7 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     """Raise BadZipFile if the central directory at the end of the file, which has no checksum, is damaged."""
-    # A flipped bit can hide a member: in a name, or in a length that makes one entry swallow the next.
+    # A flipped bit can hide a member by changing its name or by extending the previous entry over it.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
     members = archive.infolist()
@@ -233,7 +233,7 @@ def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
     path = tuple(info.filename.removesuffix(_MEMBER).split("/"))
     with archive.open(info) as member:
         version = npy.read_magic(member)
-        if version not in _HEADERS:  # version 3 is only used for structured arrays with UTF-8 field names
+        if version not in _HEADERS:  # version 3 is used only for structured arrays with UTF-8 field names
             return FetchedArray(path, info.filename, np.dtype("V1"), (), "an array of structures")
         shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:

@@ -67,16 +67,16 @@ _LARGE_BATCH = 256 << 20  # bytes of leaf data read per batch if the caller keep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One converted checkpoint.
+    """The result of converting one checkpoint.
 
     Attributes:
         source: The location of the original checkpoint.
         path: The location of the result.
-        format: The library that wrote the source, or that can read the result.
+        format: The library that wrote the source (imports) or that reads the result (exports).
         step: The step of the checkpoint, if it has one.
-        leaves: The number of leaves in all its trees, not counting those that may be empty containers.
-        bytes: Total size of its array elements in bytes.
-        left_out: Leaves of the source that are missing from the result, one line each, with the reason.
+        leaves: The number of leaves in all trees, excluding those that may be empty containers.
+        bytes: The total size of the arrays in bytes.
+        left_out: One line for each source leaf that is missing from the result, with the reason.
     """
 
     source: str
@@ -98,20 +98,20 @@ def import_checkpoint(
 ) -> list[Conversion]:
     """Convert another library's checkpoints to holdfast's format atomically, with checksums, and verify the result.
 
-    A directory of steps becomes a directory of steps that keep their metrics, times and custom metadata, with the
-    metadata of the run; anything else becomes a single checkpoint. Items keep their names, except for the only item
-    of an Orbax manager: Orbax calls it ``default``, and it becomes ``state``, so that managers and callbacks can
-    resume from it. Only some of the arrays are in memory at a time.
+    A directory of steps becomes a directory of steps, with the metadata of the run and the metrics, times, and custom
+    metadata of each step; any other source becomes a single checkpoint. Items keep their names, with one exception: if
+    an Orbax manager saved a single item, ``default``, it is renamed to ``state``, so that managers and callbacks can
+    resume from it. Only some of the arrays are held in memory at a time.
 
-    In a multi-process program in which all processes call this, process 0 does the work and the others wait.
+    If all processes of a multi-process program call this function, process 0 does the work and the others wait.
 
     Args:
         source: An Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax, TensorFlow, Keras, numpy
             or RLlib checkpoint, or a directory of steps.
-        destination: A path or a URL at which nothing exists yet.
+        destination: A path or URL that does not exist.
         overwrite: Replace an existing checkpoint, or existing steps with the same numbers.
-        progress: Receives the total size of the sources in bytes, and the progress of the call.
-        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
+        progress: Receives the total size of the sources in bytes, and then progress updates.
+        coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` converts in this process alone.
 
     Returns:
@@ -120,8 +120,8 @@ def import_checkpoint(
     Raises:
         CheckpointNotFoundError: The source contains no checkpoint from a supported library.
         CheckpointExistsError: The destination exists.
-        DamagedCheckpointError: The source is damaged, or the result fails verification. Steps finished before
-            the error are complete. (Ctrl-C deletes them, so that the same call can be repeated.)
+        DamagedCheckpointError: The source is damaged, or the result fails verification. Steps finished before the
+            error are kept. (Ctrl-C, in contrast, deletes them, so that the call can be repeated.)
         UnsupportedLeafError: None of the source's arrays can be read.
         OptionError: The source is already a holdfast checkpoint.
         PeerFailedError: Process 0 failed; raised in the other processes.
@@ -132,7 +132,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # resolved once, so a link repointed meanwhile cannot mix two checkpoints
+        location = origin.without_links()  # Resolved once, so that a link that changes cannot mix two checkpoints.
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -183,35 +183,35 @@ def export_checkpoint(
 ) -> list[Conversion]:
     """Write a checkpoint in another library's format.
 
-    In a multi-process program in which all processes call this, process 0 does the work and the others wait.
+    If all processes of a multi-process program call this function, process 0 does the work and the others wait.
 
     Args:
         source: A checkpoint of holdfast or another library, or a directory of steps.
-        destination: A file for safetensors and torch, a directory for Orbax and DCP; must not exist yet.
-        to: ``"safetensors"``: one file; names are the keys of the leaves' paths, joined by dots.
-            ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
-            that orbax-checkpoint restores, with all steps unless one is given. ``"dcp"``: a directory that
-            torch.distributed.checkpoint loads, with or without shards; needs torch and a local disk, keeps at most two
-            arrays (or 256 MiB) in memory, and is verified on return.
-        step: Which step of a directory of steps: its number, or ``"best"``, as ranked by the run's ``best_fn``. None
-            selects the newest, and for Orbax all of them.
-        item: Which item, if there are several trees; None selects ``"state"`` if there is one, and all for Orbax.
-        select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
-        root: Write only the contents of this container, such as ``"model"``, with names relative to it: the module's
-            names, which ``from_pretrained`` of other libraries expects. Patterns are relative too. Not for Orbax.
-        overwrite: Replace an existing file; not for directories.
-        progress: Receives the total size of the sources in bytes, and the progress of the call.
-        coordinator: How processes find each other, as for :func:`import_checkpoint`.
+        destination: A file for safetensors and torch, a directory for Orbax and DCP. It must not exist.
+        to: ``"safetensors"`` writes one file, in which each name consists of the keys of a leaf's path, joined by dots.
+            ``"torch"`` writes one file for ``torch.load(path, weights_only=True)``; it needs torch. ``"orbax"`` writes
+            a directory for orbax-checkpoint, with all steps unless one is given. ``"dcp"`` writes a directory for
+            torch.distributed.checkpoint, which can load it with or without sharding; it needs torch and a local disk,
+            holds at most two arrays (or 256 MiB) in memory, and verifies the result.
+        step: The step to export from a directory of steps: a number, or ``"best"`` as ranked by the run's ``best_fn``.
+            None exports the newest step or, for Orbax, all steps.
+        item: The item to export if there are several trees. None exports ``"state"`` if present or, for Orbax, all.
+        select: Patterns of leaf paths, as for :func:`~holdfast.load`; only matching leaves are written.
+        root: Write only the contents of this container, such as ``"model"``. Names and patterns are then relative to
+            it, as the ``from_pretrained`` functions of other libraries expect. Not supported for Orbax.
+        overwrite: Replace an existing file; not supported for directories.
+        progress: Receives the total size of the sources in bytes, and then progress updates.
+        coordinator: Connects the processes, as for :func:`import_checkpoint`.
 
     Returns:
-        One entry for each written checkpoint.
+        One entry for each exported checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is no such checkpoint, step or item.
+        CheckpointNotFoundError: There is no such checkpoint, step, or item.
         CheckpointExistsError: The destination exists.
-        UnsupportedLeafError: The format cannot store some leaves; the error lists them all. Nothing was written.
-        OptionError: The checkpoint has several trees, and ``item`` is None; or the format is unknown, or there is no
-            container ``root``; or the step is ``"best"``, and the run does not rank its checkpoints by a metric.
+        UnsupportedLeafError: The format cannot store some leaves; the error lists all of them. Nothing was written.
+        OptionError: The format is unknown, ``root`` does not exist, the checkpoint has several trees but ``item`` is
+            None, or the step is ``"best"`` but the run does not rank its checkpoints by a metric.
         DamagedCheckpointError: The source fails verification.
         PeerFailedError: Process 0 failed; raised in the other processes.
     """
@@ -235,7 +235,7 @@ def export_checkpoint(
             exported = export_orbax(origin, target, chosen, item, select, progress or NULL, _write_arrays)
             return [_conversion(original, copy, to, number, trees, ()) for original, copy, number, trees in exported]
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
-        # prefer the state: callbacks save extras in further items
+        # Prefer the state item, because callbacks save extras in other items.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
         inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
         tree, left_out = without_placeholders(selected(inside, select))
@@ -304,7 +304,7 @@ def _import(
     trees: list[TreeSource] = []
     left_out: list[str] = []
     for name, item_kind in checkpoint.items.items():
-        # an unnamed item gets the name that managers and callbacks expect
+        # An unnamed item gets the name that managers and callbacks expect.
         item = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
         if item_kind == TREE:
             tree = checkpoint.tree(name)
@@ -322,7 +322,7 @@ def _import(
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
     with share:
-        # every byte counts twice: once read from the source, once read back from the result to verify it
+        # Every byte counts twice, because it is read from the source and then from the result for verification.
         share.expect(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))
         with save.completing():
             record = CheckpointRecord(
@@ -357,7 +357,7 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # do not count leaves without data, or leaves that may be empty containers: they may be missing from the result
+    # Leaves that have no data or may be empty containers are not counted, because the result may not contain them.
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
@@ -374,7 +374,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree under another library's names, and make them durable before returning."""
+    """Write leaves of a tree under the names in ``arrays``, and make them durable before returning."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -382,7 +382,7 @@ def _write_arrays(
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves the leaves of a `TreeSource`, with only a few batches of them in memory at a time."""
+    """Saves the leaves of a `TreeSource`, holding only a few batches in memory at a time."""
 
     def __init__(self, advance: Callable[[int], None] = NULL.advance) -> None:
         super().__init__()
@@ -392,8 +392,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # A leaf that may be None or an empty container (the format does not distinguish them) becomes the container:
-        # usually, it is an empty optimizer state, which is a container in the template too.
+        # If the format does not distinguish None from an empty container, the leaf becomes a container. It is usually
+        # an empty optimizer state, which is also a container in the template.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure
@@ -418,7 +418,7 @@ class _Loader:
         self._reading = threading.Lock()
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return the array of a leaf; thread-safe: a lock lets one thread read at a time."""
+        """Return the array of a leaf; thread-safe, because a lock lets only one thread read at a time."""
         number = self._batch_of[name]
         arrays = self._loaded.get(number)
         if arrays is None:
@@ -436,7 +436,7 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class _LaterPiece:
-    """A lazy `Piece` that covers a whole array and reads it on each access."""
+    """A lazy `Piece` that covers a whole array and gets it from the loader on each access."""
 
     name: str
     box: Box
@@ -452,7 +452,7 @@ class _LaterPiece:
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
-    """Replace every leaf that is not kept with an empty dictionary; ``kept`` has a flag per leaf, in tree order."""
+    """Replace each leaf that is not kept with an empty dictionary; ``kept`` yields one flag per leaf, in tree order."""
     empty = TreeDef("dict", [], [], dict)
     parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
     return TreeDef(node.kind, node.keys, parts, node.build, node.label)

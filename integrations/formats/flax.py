@@ -1,8 +1,8 @@
-"""Read msgpack trees, as written by Flax, and by early versions of Orbax next to their arrays.
+"""Read msgpack trees, which Flax writes, and which early versions of Orbax wrote next to their arrays.
 
-Extension type 1 is an array, ``(shape, dtype name, bytes)`` in msgpack; 2 a complex number; 3 a numpy scalar; 4 a
-tuple. Arrays larger than a gigabyte are dictionaries with the member ``__msgpack_chunked_array__``. See
-https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
+Extension type 1 is an array, encoded in msgpack as ``(shape, dtype name, bytes)``; type 2 is a complex number, type 3 a
+numpy scalar, and type 4 a tuple. Arrays larger than a gigabyte are dictionaries with the key
+``__msgpack_chunked_array__``. See https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 
 
 def looks_like_msgpack(file: Location) -> bool:
-    """True if the first byte of a file is that of a msgpack dictionary."""
+    """True if the first byte of a file begins a msgpack dictionary."""
     try:
         first = first_bytes(file, 1)
     except ObjectNotFoundError:
@@ -60,7 +60,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    """Convert the keys of a dictionary to strings, or return the array if the dictionary is a chunked array."""
+    """Convert the keys of a dictionary to strings or, if it represents a chunked array, return the array."""
     if "__msgpack_chunked_array__" in value:
         return _joined(value)
     for key in value:

@@ -1,11 +1,11 @@
 """Read RLlib checkpoint directories (checkpoint versions 1.1 to 2.1) without executing code from them.
 
-Each component's directory contains its state, ``state.pkl`` or ``state.msgpack`` (``metadata.json``, or
-``rllib_checkpoint.json`` for algorithms, may give another name), and the pickled class and constructor arguments. Its
-subdirectories are the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
+A component's directory contains the state in ``state.pkl`` or ``state.msgpack`` (``metadata.json`` or, for algorithms,
+``rllib_checkpoint.json`` may specify another name) and the pickled class and constructor arguments. Its subdirectories
+contain the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
-A component tree reads the directories one by one (``integrations/components/reading.py``). Here, a directory is read as
-one tree: the state of its component, with the states of the child components under their names.
+This module reads a directory as a single tree, in which the states of the child components appear under their names.
+Component trees, in contrast, read the directories one by one (``integrations/components/reading.py``).
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which supports arrays and Python's plain
 types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), numpy arrays
@@ -77,7 +77,7 @@ _LEVELS = 32
 
 
 class RLlibDirectory:
-    """The directory of one component; ``path`` is relative to the opened directory, as escaped names."""
+    """The directory of one component; ``path`` is relative to the opened directory and consists of escaped names."""
 
     def __init__(self, location: Location, path: tuple[str, ...] = ()) -> None:
         self.location = location
@@ -100,7 +100,7 @@ class RLlibDirectory:
         return children
 
     def own_state(self, *, none: bool) -> Any:
-        """Read the state without child components; log what is left out, such as None keys unless ``none`` is set."""
+        """Read the state without child components, and log which values are left out; ``none`` allows None as a key."""
         self.left_out = left_out = list[str]()
         state = self._read_state(left_out, none)
         if left_out:
@@ -134,7 +134,7 @@ class RLlibDirectory:
         states = [name for name in self.names if _is_state(name)]
         chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
-            # when the file format changes, RLlib keeps the old file, and nothing shows which one is newer
+            # When the file format changes, RLlib keeps the old file, and nothing shows which file is newer.
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"
@@ -183,7 +183,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the directories ``checkpoint_000012`` that Ray Tune creates for a trial."""
+    """Find the directories, such as ``checkpoint_000012``, that Ray Tune creates for a trial."""
     folders = [location / entry.name for entry in entries if entry.is_directory and _STEP.fullmatch(entry.name)]
     names = {folder: frozenset(file.name for file in folder.entries() if not file.is_directory) for folder in folders}
     checkpoints = [checkpoint for folder in folders if (checkpoint := recognise(folder, names[folder])) is not None]

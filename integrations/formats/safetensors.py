@@ -1,14 +1,14 @@
 """Read and write safetensors: single files, and folders with an index that maps each tensor to its file.
 
-A file consists of the header length (8 bytes, little endian), the header (a JSON object), and the tensor data, little
-endian and in C order, without gaps (https://huggingface.co/docs/safetensors, "Format").
+A file consists of the header length (8 bytes, little endian), the header (a JSON object), and the tensor data in
+little-endian C order, without gaps (https://huggingface.co/docs/safetensors, "Format").
 
 A tensor name is split at its dots into a path: ``layers.0.weight`` is the leaf ``layers/0/weight``, with string keys.
-If the names do not form a tree (``a`` with ``a.b``, or ``a..b``), the tree is one dictionary with the whole names as
-keys. The metadata of a file exported by holdfast describes the containers, and holds the values that are not tensors.
+If the names do not form a tree (for example ``a`` and ``a.b``, or ``a..b``), the tree is a single dictionary keyed by
+full names. In files exported by holdfast, the metadata describes the containers and stores values that are not tensors.
 
-``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes separate files for each process and no index; their
-metadata gives the offset of each part in the whole tensor (torch/distributed/checkpoint/_hf_utils.py).
+``HuggingFaceStorageWriter`` in torch.distributed.checkpoint writes separate files for each process and no index. The
+metadata of these files gives the offset of each shard in the full tensor (torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
 _ALIGNMENT = 8  # bytes; tensor data alignment in the reference implementation
 _LARGEST_SIZE = 1 << 62
-# File names in a folder without an index: the shard (process), the model name, the file number, and the file count.
+# In a folder without an index, file names contain the shard (process), model name, file number, and file count.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
-_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the part offsets
+_SHARDING = "DCP_SHARDING_INFO"  # metadata key of the shard offsets
 _OFFSETS = "saved_offsets"
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -182,7 +182,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
         note = metadata.get(TREE_NOTE)
-        if path and weight_map is None:  # numbered files may hold tensor parts; a file opened by path is read as is
+        if path and weight_map is None:  # Numbered files may contain shards; a file opened by path is read as is.
             in_file = _placed(file, in_file, metadata.get(_SHARDING, "{}"))
         for name, tensor in in_file.items():
             if weight_map is None or weight_map.get(name) == path:
@@ -204,7 +204,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
 
 
 def _are_numbered(location: Location, files: Collection[str]) -> bool:
-    """True if the file names number the parts of one model; raise DamagedCheckpointError if one is missing."""
+    """True if the files are the numbered files of one model; raise DamagedCheckpointError if one is missing."""
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name)) is not None]
     if not matches or len(matches) < len(files) or len({match.group(2, 4) for match in matches}) > 1:
         return False
@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors in a file as parts of whole tensors, at the offsets that the file's metadata gives, if any."""
+    """Return the tensors in a file as shards, at the offsets in the full tensors that the metadata (if any) gives."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
             places = json.loads(noted)
@@ -248,7 +248,7 @@ def _at(tensor: StoredArray, start: Any) -> StoredArray:
 
 
 def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> StoredArray:
-    """Join the parts of a tensor; its shape is inferred from their offsets and shapes."""
+    """Join the shards of a tensor, whose shape is inferred from the offsets and shapes of the shards."""
     first = tensors[0]
     parts = [tensor.whole() for tensor in tensors]
     odds = [tensor for tensor in tensors if tensor.dtype != first.dtype or len(tensor.shape) != len(first.shape)]
@@ -275,7 +275,7 @@ def tensor_name(leaf_name: str) -> str:
 
 
 def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[str, str]]:
-    """Read the index of a folder; return the files by name, and the weight map from tensor names to file names."""
+    """Read the index of a folder; return the files by name and the weight map, from tensor names to file names."""
     index_file = location / index
     weight_map = read_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

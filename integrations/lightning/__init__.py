@@ -1,4 +1,4 @@
-"""Checkpoints for PyTorch Lightning: :class:`CheckpointCallback`, for ``lightning`` and for ``pytorch_lightning``."""
+"""Checkpointing for PyTorch Lightning; works with the ``lightning`` and the ``pytorch_lightning`` package."""
 
 from .callback import CheckpointCallback
 from .io import HoldfastCheckpointIO, load_checkpoint, load_from_checkpoint

@@ -1,6 +1,6 @@
-"""Module state that is not in its state dict: epoch averages, metrics, and switched flags.
+"""Save and restore module state that is not in the state dict: epoch averages, metrics, and changed flags.
 
-Lightning's own checkpoints do not contain it, so after a resume, an epoch average covers only the remaining batches.
+Lightning's own checkpoints omit this state: after resuming from one, epoch averages cover only the remaining batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("holdfast")
 
 
 def capture_averages(trainer: Any) -> dict[str, Any]:
-    """Return the averages accumulated since the epoch began, and the state of metrics that accumulate across epochs."""
+    """Return the averages logged so far in this epoch and the state of all metrics that have been updated."""
     return {
         "logged": logged_averages(trainer),
         "metrics": {
@@ -34,7 +34,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`capture_averages`; warn about metrics that the module does not have."""
+    """Restore the state from :func:`capture_averages`; log a warning about metrics that the module lacks."""
     entries = saved.get("metrics", {})
     _grow_trackers(trainer.lightning_module, entries)
     metrics = _metrics(trainer.lightning_module)
@@ -56,12 +56,12 @@ def _metrics(module: Any) -> dict[str, Any]:
     parts = dict(module.named_modules())
     for part in parts.values():
         if isinstance(part, torchmetrics.MetricCollection):
-            part.values()  # updates metrics that share their state with others
+            part.values()  # lets metrics of the same compute group share their state
     return {name: part for name, part in parts.items() if isinstance(part, torchmetrics.Metric)}
 
 
 def _grow_trackers(module: Any, names: Collection[str]) -> None:
-    """Extend each MetricTracker, which has one metric per period, to the number of metrics that it had at the save."""
+    """Extend each MetricTracker until it has as many metrics as when the checkpoint was saved."""
     tracker: Any = getattr(loaded("torchmetrics"), "MetricTracker", None)
     for path, part in list(module.named_modules()) if tracker is not None else ():
         if isinstance(part, tracker):
@@ -70,17 +70,17 @@ def _grow_trackers(module: Any, names: Collection[str]) -> None:
                 part.increment()
 
 
-# ---- flags of a module that a program switches while it trains, and that no state dict holds
+# ---- flags of a module that a program changes during training, and that no state dict contains
 
 
 _Flags = dict[str, dict[str, bool]]
 
 
 class ModuleSwitches:
-    """Tracks a module's flags: ``requires_grad``, which finetuning sets, and the modes of its submodules."""
+    """Tracks changes to a module's flags: ``requires_grad`` and the modes of its submodules."""
 
-    # A program sets some flags before training, and again before resuming, perhaps to other values. Therefore only
-    # flags that have changed since training began, in this process or an earlier one, are saved.
+    # A program may set flags before training and set them to different values before resuming. To respect the new
+    # values, only flags that have changed since training began, in this process or an earlier one, are saved.
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -88,7 +88,7 @@ class ModuleSwitches:
         self._earlier: _Flags = {}
 
     def switched(self) -> str:
-        """Return the changed flags as JSON, to store in one checkpoint leaf; empty if there are none."""
+        """Return the changed flags as a JSON string, or an empty string if no flag has changed."""
         changed = {
             flag: {
                 name: value
@@ -100,7 +100,7 @@ class ModuleSwitches:
         return json.dumps(changed) if any(changed.values()) else ""
 
     def restore(self, switched: str) -> None:
-        """Apply the flags from :meth:`switched` to the parameters and submodules that still exist."""
+        """Restore the flags from :meth:`switched` for all parameters and submodules that still exist."""
         self._earlier = json.loads(switched) if switched else {}
         parameters, parts = dict(self._module.named_parameters()), dict(self._module.named_modules())
         for flag, values in self._earlier.items():

@@ -1,4 +1,4 @@
-"""The Lightning callback: saves checkpoints, applies retention, and resumes runs."""
+"""The Lightning callback, which saves checkpoints, deletes old ones, and resumes runs."""
 
 from __future__ import annotations
 
@@ -57,41 +57,41 @@ logger = logging.getLogger("holdfast")
 
 @takes_texts_of(LoopCallback)
 class CheckpointCallback(ResumingCallback):
-    """Saves a Lightning run, keeps the right checkpoints, and automatically resumes the run where it stopped.
+    """Saves checkpoints of a Lightning run, deletes old ones, and automatically resumes the run where it stopped.
 
     ::
 
         callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=100, max_to_keep=3)
         trainer = L.Trainer(callbacks=[callback])
-        trainer.fit(model, datamodule)  # the same command again resumes; no ckpt_path
+        trainer.fit(model, datamodule)  # resumes when the program is run again, without ckpt_path
 
-    Step N means ``trainer.global_step == N``: the checkpoint includes N optimizer updates. Batches that train without a
-    Lightning optimizer count as well, as in manual optimization with ``use_pl_optimizer=False``. A run that is
-    interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an epoch, data
-    loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier batches
-    again.
+    The step number is ``trainer.global_step``, so checkpoint N includes N optimizer updates. Batches that are trained
+    without a Lightning optimizer, as in manual optimization with ``use_pl_optimizer=False``, also count. A run that is
+    interrupted at any point and then resumed ends with exactly the same bits as an uninterrupted run. When a run
+    resumes in the middle of an epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they
+    stopped; all others draw the earlier batches again.
 
-    A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
-    or one of Lightning's own files. Without one, only this directory decides: a run never resumes from the files of a
-    ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
+    A ``ckpt_path`` given to ``fit`` takes precedence over the newest checkpoint; it may name a step in this or another
+    directory, or one of Lightning's own files. Without ``ckpt_path``, a run resumes only from this directory, never
+    from the files of a ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
-    SIGTERM only sets a flag. At the next point between two batches, or before a validation, the callback saves, waits
-    until the files are durable, and ends the process with status 143; data loader workers survive until then. A signal
-    during a validation ends the process at once, and the run resumes from the last saved step: nothing can be saved
-    during a validation, when callbacks may have replaced the weights with an average. After other exceptions, the
-    callback does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the requeue
-    signal triggers a save in the same way, requeues the job, and ends the process with status 75; Lightning's own
-    requeue checkpoints are left alone.
+    After SIGTERM, the callback saves before the next batch or validation, waits until the files are durable, and ends
+    the process with status 143; data loader workers survive until then. A signal during a validation ends the process
+    at once, and the run resumes from the last saved step. Nothing can be saved during a validation, because callbacks
+    may have replaced the weights with an average. After an exception, the callback lets a pending save finish but saves
+    nothing new (except with ``save_on_exception``). Under SLURM, the requeue signal triggers a save in the same way,
+    requeues the job, and ends the process with status 75; Lightning's own requeue checkpoints are ignored.
 
-    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint together:
-    each saves its share of the parameters and optimizer state, and its own random generators and data position. SIGTERM
-    to any of them stops all at the same step. All processes must see the same directory.
+    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2), all processes save one checkpoint together:
+    each saves its share of the parameters and optimizer state, its random generators, and its data position. SIGTERM to
+    any process stops all of them at the same step. All processes must have access to the same directory.
 
-    A checkpoint contains arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing
-    is pickled. Hyper-parameters and callback states of any other type are left out, and a warning names them.
+    A checkpoint contains only arrays and plain values, each under its own path, such as ``state_dict/layer.weight``;
+    nothing is pickled. Hyper-parameters and callback states of other types are left out, and a warning lists them.
 
-    ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others. With
-    ``partial="initialize"``, it loads those that fit; a resume restores fitting module, optimizer and scheduler state.
+    ``init_from`` must provide exactly the parameters and buffers in the module's state dict. With
+    ``partial="initialize"``, only those that fit are loaded; likewise, a resume restores only the module, optimizer,
+    and scheduler state that fits.
 
     Args:
         dirpath: The checkpoint directory: a path or a URL.
@@ -101,16 +101,16 @@ class CheckpointCallback(ResumingCallback):
         witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
         item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this value.
-        save_on_exception: When training ends with an exception, save the state at the last point between two batches.
-            Keeps a copy of the whole state in host memory, renewed after every update; single-process runs only.
-        export_best: Keep a file with the weights of the best checkpoint by ``best_fn``: ``best.safetensors``,
-            or ``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path is resolved against ``dirpath``.
-        links: On local disks, keep symlinks to the newest checkpoint, ``last``, and with ``best_fn`` to the best one,
-            ``best``.
+        save_on_exception: When training ends with an exception, save the state as of the last complete batch. A copy of
+            the whole state is kept in host memory and updated after every step. Supported only with one process.
+        export_best: The file to which the weights of the best checkpoint by ``best_fn`` are exported, such as
+            ``best.safetensors``, or ``best.ckpt`` for Lightning's ``load_from_checkpoint``; relative to ``dirpath``.
+        links: On local disks, maintain symlinks: ``last`` points to the newest checkpoint and, with ``best_fn``,
+            ``best`` to the best one.
 
     Raises:
         OptionError: An option has an invalid value.
-        StateError: In ``fit``: the callback does not support the trainer's strategy; the message names those that work.
+        StateError: The callback does not support the strategy that ``fit`` uses; the message lists those that work.
     """
 
     filename = "{step}"
@@ -174,30 +174,30 @@ class CheckpointCallback(ResumingCallback):
         self._recorder: FitRecorder | None = None
         self._witness: Witness | None = None
         self._has_weights = False
-        self._decides = False  # whether the directory determines where to resume, because no ckpt_path was given
+        self._decides = False  # True if no ckpt_path was given, so the directory determines where to resume
         private_api.follow_choices(CheckpointCallback)
 
     @property
     def state_key(self) -> str:
-        """The callback's key in Lightning checkpoints; constant, because the callback itself has no state."""
+        """The callback's key in Lightning checkpoints; it is constant because the callback itself has no state."""
         return "holdfast.CheckpointCallback"
 
     @property
     def manager(self) -> CheckpointManager:
         """The run's checkpoint manager, for tasks outside the trainer, such as listing and pinning checkpoints.
 
-        A checkpoint saved by several processes has two items: ``state``, and ``process`` with their data positions.
+        A checkpoint saved by several processes has two items: ``state``, and ``process`` for the data positions.
         """
         return self._store.manager
 
     @property
     def proof(self) -> Proof:
-        """The result, so far, of the comparison between the resumed ``fit`` and the steps recorded before the stop."""
+        """The result, so far, of comparing the resumed ``fit`` with the steps recorded before the interruption."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal listed in ``signals=``, or the SLURM requeue signal, has arrived."""
+        """True if a signal listed in ``signals`` or the SLURM requeue signal has arrived."""
         return self._preemption.received
 
     @property
@@ -205,8 +205,8 @@ class CheckpointCallback(ResumingCallback):
         """The path that a trainer resumes from when no ``ckpt_path`` is given; None if there is nothing to resume from.
 
         Raises:
-            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
-                not there.
+            CheckpointNotFoundError: There is no checkpoint to satisfy ``resume="must"``, or ``resume`` names a step
+                that does not exist.
         """
         steps = self._store.steps()
         if self._store.may_fetch:  # ``setup`` fetches from the mirror once the processes are connected.
@@ -240,7 +240,7 @@ class CheckpointCallback(ResumingCallback):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignore the path that a trainer sets after forking its processes; the getter reads it from the directory."""
+        """Ignore the path that a trainer assigns, because the getter always reads it from the directory."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -264,14 +264,14 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: that of a fresh callback for the same directory."""
+        """Return the state of a fresh callback for the same directory, for pickling."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 
     # ---- hooks of the trainer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Connect the trainer to its checkpoint directory, before any checkpoint is loaded."""
+        """Prepare the trainer to save to this directory and resume from it."""
         private_api.check_version(trainer)
         self._decides = private_api.was_given_no_path(trainer)
         install(trainer, self._store)
@@ -305,7 +305,7 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # A trainer selects a checkpoint before it collects the callbacks of the module, which may include this one.
+        # The trainer chose a checkpoint before it collected the module's callbacks, which may include this one.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
@@ -321,7 +321,7 @@ class CheckpointCallback(ResumingCallback):
         self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take the data position and random generator states from the checkpoint, for the loops to restore later."""
+        """Keep the checkpoint's data position and random generator states, which are restored when the loops start."""
         if self._recorder is not None and not private_api.is_search_file(trainer.ckpt_path):
             self._recorder.resume_from(checkpoint)
 
@@ -336,12 +336,12 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Record the batch, so that a resumed run can be compared with it."""
+        """Record the batch for comparison with a resumed run."""
         if self._recorder is not None:
             self._recorder.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Abort the validation after a preemption signal, because the process may be killed before it ends."""
+        """Abort the validation after a preemption signal, because the process may be killed before it is complete."""
         step = trainer.global_step if self._recorder is None else self._recorder.fit.step
         self._store.observer.reached("validation", step)
         if self._recorder is None or trainer.sanity_checking:
@@ -350,23 +350,23 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Abort a test or prediction run if the process was asked to end."""
+        """Abort a test or prediction run after a preemption signal."""
         self._leave_evaluation(trainer)
 
     on_predict_batch_end = on_test_batch_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Store the metrics of the validation."""
+        """Store the validation metrics."""
         if self._recorder is not None and not trainer.sanity_checking:
             self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """If the run was already complete, announce that there was nothing left to do."""
+        """Announce that there was nothing left to do if the run was already complete."""
         if self._recorder is not None:
             self._recorder.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let a pending save finish; with ``save_on_exception``, save the last point between two batches."""
+        """Let a pending save finish; with ``save_on_exception``, save the state as of the last complete batch."""
         try:
             if self._recorder is not None:
                 self._recorder.writer.save_after(exception)
@@ -375,28 +375,28 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
-            # The original exception is more important, so this one must not replace it.
+            # This error is only logged, because it must not replace the original exception.
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Wait for the last save.
 
         Raises:
-            SaveFailedError: It failed.
+            SaveFailedError: The save failed.
         """
         self._end(trainer, orderly=True)
 
     def _chosen(self, trainer: Any, path: Any) -> Any:
-        """Return the path to resume from: the given path, or the one that process 0 finds for all processes."""
+        """Return the path to resume from: the given one or, if none was given, the one that process 0 chooses."""
         decides, self._decides = self._decides, False
         path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
         if private_api.only_searches(trainer):
-            return None  # A Tuner must find the same values at every program start, even if the next fit resumes.
+            return None  # A Tuner must find the same values each time the program starts, even if fit then resumes.
         if named:
-            # No ckpt_path was given, and the trainer selected the newer file of a ModelCheckpoint.
+            # No ckpt_path was given, and the trainer chose a ModelCheckpoint's file because it is newer.
             paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
             path = max(filter(None, paths), key=os.path.getmtime, default=None)
         chosen = path or self.ckpt_path
@@ -416,7 +416,7 @@ class CheckpointCallback(ResumingCallback):
             leave(trainer, self._preemption)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
-        """If the run is fresh, load the weights from ``init_from``, once; return the path to resume from."""
+        """Load the weights from ``init_from`` if the run starts fresh; return the path to resume from."""
         source = self._options.init_from
         if source is None or self._has_weights:
             return path
@@ -472,7 +472,7 @@ def _callbacks_of(trainer: Any) -> list[CheckpointCallback]:
 
 
 def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | None = None) -> Weights:
-    """Load all weights of a checkpoint into a module, or, with ``misfits``, only those that fit."""
+    """Load all weights from a checkpoint into a module or, with ``misfits``, only those that fit."""
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
             f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "

@@ -1,6 +1,6 @@
-"""How a checkpoint restores a module, its optimizers and schedulers, even if the program has changed.
+"""Restore a module and its optimizers and schedulers from a checkpoint, even if the program has changed.
 
-torch numbers an optimizer's parameters by position. A holdfast checkpoint also stores their names, so that each
+torch identifies the parameters of an optimizer by position. A holdfast checkpoint also stores their names, so each
 parameter keeps its optimizer state even if the order of the parameters has changed.
 """
 
@@ -28,16 +28,16 @@ _CHANGED = (
     "restores what fits, and keeps the rest as it was initialized. To begin another run with these weights, choose "
     "another directory, and name this one with init_from="
 )
-# Entries that WeightAveraging adds to a checkpoint; its ``state_dict`` is the average.
+# WeightAveraging adds these entries to a checkpoint, whose ``state_dict`` then contains the averaged weights.
 _WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
 _COUNTERS = ("last_epoch", "_step_count")  # counters that every scheduler has
 _NO_OPTIONS = ("params", "param_names")  # param group entries that are not options
 
 _Names = list[list[str | None]]
-"""The names of the parameters in each group of an optimizer; None for a parameter that the module lacks."""
+"""The names of the parameters in each param group of an optimizer; None for parameters outside the module."""
 _State = dict[str, Any]
 _Options = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""The options of a group in the program and in the checkpoint."""
+"""The options of a param group in the program and in the checkpoint."""
 
 
 class _Optimizer(NamedTuple):
@@ -61,7 +61,7 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 
 
 class Fitting:
-    """Restores the module, optimizers and schedulers in one ``fit``: strictly or, with ``misfits``, whatever fits."""
+    """Restores the module, optimizers, and schedulers of a ``fit``: strictly or, with ``misfits``, only what fits."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
@@ -70,7 +70,7 @@ class Fitting:
         self._saved: list[_Optimizer] = []  # optimizers in the checkpoint; empty for Lightning's own files
         self._saved_schedulers: list[str] | None = None  # scheduler classes when the saved run began training
         self._shapes: dict[str, torch.Size] = {}  # weight shapes in the checkpoint
-        # For each partially restored optimizer: the number of saved param groups, and each current group's saved index.
+        # For each partially restored optimizer, the number of saved param groups and the saved index of each group.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
@@ -87,7 +87,7 @@ class Fitting:
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self) -> None:
-        """Record the schedulers, which callbacks may change later; in a resumed run, set the hyperparameters to use."""
+        """Record the schedulers, which callbacks may change later, and set the hyperparameters of a resumed run."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
@@ -96,7 +96,7 @@ class Fitting:
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata: initial values of hyperparameters that the run itself has changed; None without any."""
+        """Return step metadata with the initial values of hyperparameters that the run changed; None if unchanged."""
         changed = {} if self._start is None else self._start.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
@@ -112,7 +112,7 @@ class Fitting:
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Record what the loaded checkpoint contains: its description, if any, callback states, and metadata."""
+        """Record the optimizer description (if any), callback states, and metadata of the loaded checkpoint."""
         self._is_resumed = True
         self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
@@ -158,7 +158,7 @@ class Fitting:
                 self.misfits.missing([f"state_dict/{name}"])
         if module.strict_loading:
             self.misfits.surplus(f"state_dict/{name}" for name in result.unexpected_keys)
-        # Callbacks such as WeightAveraging load these entries again with strict=True, so make them complete.
+        # The entries must be complete, because callbacks such as WeightAveraging load them again with strict=True.
         live = module.state_dict()
         for part in {"state_dict", _WEIGHTS} & checkpoint.keys():
             saved = checkpoint[part]
@@ -166,7 +166,7 @@ class Fitting:
             checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
 
     def _without_average(self, checkpoint: _State) -> None:
-        """Drop or refuse averaged weights that a trainer without WeightAveraging would mistake for the weights."""
+        """Drop or refuse averaged weights, which a trainer without WeightAveraging would use as the trained weights."""
         if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or callbacks_of(self._trainer, "WeightAveraging"):
             return
         if self.misfits is None:
@@ -181,13 +181,13 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """Substitute optimizer and scheduler states that fit, while the trainer loads the checkpoint."""
+        """While the trainer loads a checkpoint, replace its optimizer and scheduler states with states that fit."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return
         checkpoint["optimizer_states"] = self._optimizer_states(checkpoint["optimizer_states"])
         if not callbacks_of(self._trainer, "StochasticWeightAveraging"):
-            # StochasticWeightAveraging removes the schedulers until it has restored its own state.
+            # With StochasticWeightAveraging, the trainer has no schedulers until the callback has restored its state.
             checkpoint["lr_schedulers"] = self._scheduler_states(checkpoint["lr_schedulers"])
         with _advice() if self.misfits is None else contextlib.nullcontext():
             yield
@@ -322,7 +322,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
         return state
     positions, others = saved.positions(), live.positions()
     if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
-        return state  # Parameters have been renamed, so leave it to torch to compare the counts.
+        return state  # Parameters have been renamed, so only torch's check of their number applies.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the parameters are in other groups of an optimizer than in the checkpoint:",
@@ -343,7 +343,7 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares the most names; ``index`` wins a tie; None if no set shares any."""
+    """Return the index of the set that shares the most names (``index`` if tied); None if no set shares any."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -381,7 +381,7 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
 
 
 def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
-    """Describe the shape mismatch between a module's tensor and the saved one, if torch would refuse to load it."""
+    """Return a description of the shape mismatch if torch would refuse to load a saved tensor; otherwise None."""
     if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
@@ -390,7 +390,7 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object may load the state of the saved class: related classes, or the same option names."""
+    """Return whether an object can load the state of the saved class, judging by the classes or the option names."""
     # The program may have moved its classes to other modules, or renamed its schedulers.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
@@ -400,7 +400,7 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
 
 def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     omitted = (*_NO_OPTIONS, "initial_lr")  # initial_lr is added by schedulers
-    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's placeholder optimizer has none
+    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's placeholder has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
 

@@ -1,7 +1,7 @@
-"""How a Lightning trainer and its strategy save and load holdfast checkpoints.
+"""Make a Lightning trainer and its strategy save and load holdfast checkpoints.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code: a trainer from one package does
-not recognize the other's callbacks. The base classes here derive from those of every installed package.
+``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code, and a trainer from one package
+does not recognize callbacks from the other. Base classes here therefore inherit from those of every installed package.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ else:
 
 
 class ResumingCallback(OnExceptionCheckpoint):
-    """The only callback base class whose checkpoint a trainer asks for when ``fit`` is called without ``ckpt_path``."""
+    """Base class of callbacks that choose the checkpoint for ``fit`` when no ``ckpt_path`` is given."""
 
     def __init__(self) -> None:
-        # Does not call the base class, which only stores the file to save on an exception. LightningCLI resolves the
-        # ``**unknown`` of a derived class here.
+        # The base class is not initialized, because it only stores the path of a file to save on an exception.
+        # LightningCLI resolves the ``**unknown`` arguments of a derived class here.
         pass
 
 
@@ -69,7 +69,7 @@ class ResumePath(str):
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # Trainers accept only paths that exist, so a local path stands in for a remote one; messages show the real one.
+        # Trainers check that the path exists locally, so a remote URL needs a substitute; messages show the real URL.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -80,18 +80,18 @@ class ResumePath(str):
 
 
 class HoldfastCheckpointIO(CheckpointIO):
-    """Lets a trainer without the callback load the callback's checkpoints, and everything else ``ckpt_path`` accepts.
+    """Lets a trainer without the callback load holdfast checkpoints as well as Lightning's own files.
 
     ::
 
         trainer = L.Trainer(plugins=[HoldfastCheckpointIO()])
-        trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, for the newest
+        trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, to load its newest step
 
-    It writes nothing itself. With strategies that load checkpoints themselves, such as ``ModelParallelStrategy``,
-    Lightning does not accept such a plugin.
+    The plugin itself never saves. Lightning does not accept checkpoint plugins for strategies that load checkpoints
+    themselves, such as ``ModelParallelStrategy``.
 
     Args:
-        inner: The plugin that writes, and that reads all other paths; None means Lightning's ``TorchCheckpointIO``.
+        inner: The plugin that saves all checkpoints and loads all other files; by default, ``TorchCheckpointIO``.
     """
 
     def __init__(self, inner: Any = None) -> None:
@@ -120,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a holdfast checkpoint, with templates for some of its entries; return None for other files."""
+        """Load a holdfast checkpoint, using the template for entries that have one; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -133,7 +133,7 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 class EngineCheckpointIO(HoldfastCheckpointIO):
-    """Loads the run's steps and other holdfast checkpoints, and delegates the rest to ``inner``."""
+    """Loads the run's steps and other holdfast checkpoints, and delegates everything else to ``inner``."""
 
     def __init__(self, store: RunStore, strategy: Any) -> None:
         super().__init__(strategy.checkpoint_io)
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint, with state under the module's current names, which change when submodules are compiled."""
+        """Load a checkpoint, renaming its state to the module's current names, which differ if it is compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -163,8 +163,8 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         super().teardown()
         self.store.at_teardown.close()
 
-    # ---- wrappers of methods of a trainer and its strategy, with which all processes save, delete and load a step
-    # together: Lightning would call the plugin in one of them, or in none; the files are written in the background
+    # ---- wrappers of trainer and strategy methods, with which all processes save, delete, and load a step together
+    # Without them, Lightning would call the plugin in at most one process. Files are written in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
@@ -189,7 +189,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
             self.store.delete(step)
 
     def load_in_place(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module and the optimizers, for strategies that load checkpoints themselves."""
+        """Load a checkpoint into the module and optimizers of a strategy that loads checkpoints itself."""
         state = ShardedState(self._strategy)
         if (checkpoint := self.read(path, state.template)) is None:
             return original(path, *args, **kwargs)
@@ -198,7 +198,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
 
 
 def install(trainer: Any, store: RunStore) -> None:
-    """Make a trainer and its strategy save, delete and load steps through holdfast; does nothing if already done."""
+    """Make a trainer and its strategy save, delete, and load steps through holdfast, unless they already do."""
     strategy = trainer.strategy
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
@@ -237,7 +237,7 @@ T = TypeVar("T")
 
 
 def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
-    """Read a checkpoint into a dictionary like that in Lightning's own ``.ckpt`` files.
+    """Load a checkpoint as a dictionary with the same layout as Lightning's own ``.ckpt`` files.
 
     ::
 
@@ -245,17 +245,17 @@ def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
-            ``"latest"`` load the newest whole one.
+        step: The step to load from a directory: a number, or ``"best"`` as ranked by the run's ``best_fn``. None and
+            ``"latest"`` load the newest intact step.
 
     Returns:
-        The dictionary; arrays are tensors on the CPU.
+        The dictionary, with arrays as tensors on the CPU.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint, or none with the metric of ``best_fn``.
+        CheckpointNotFoundError: There is no checkpoint, or none has the metric that ``best_fn`` needs.
         OptionError: ``step="best"``, but the run does not rank its checkpoints by a metric.
         DamagedCheckpointError: The checkpoint fails verification.
-        NoWholeCheckpointError: All steps of the directory are damaged.
+        NoWholeCheckpointError: All steps in the directory are damaged.
         StateError: The checkpoint was not saved from a Lightning trainer.
     """
     return read_checkpoint(_location_of(path, step), with_position=False)
@@ -273,21 +273,21 @@ def load_from_checkpoint(
     Args:
         kind: The class to create.
         path: A checkpoint, or a directory of steps.
-        step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
-            ``"latest"`` load the newest whole one.
-        strict: Whether the state must have exactly the module's keys; None uses the module's own setting.
-        **arguments: Constructor arguments, which override saved hyper-parameters or supply those that were not saved.
+        step: The step to load from a directory: a number, or ``"best"`` as ranked by the run's ``best_fn``. None and
+            ``"latest"`` load the newest intact step.
+        strict: Whether the saved keys must match the module's keys exactly; None uses the module's own setting.
+        **arguments: Constructor arguments that override saved hyper-parameters or supply those that were not saved.
 
     Returns:
-        The module, on the CPU.
+        The new module or data module, on the CPU.
 
     Raises:
         TypeError: The class is neither a ``LightningModule`` nor a ``LightningDataModule``.
-        CheckpointNotFoundError: There is no checkpoint, or none with the metric of ``best_fn``.
+        CheckpointNotFoundError: There is no checkpoint, or none has the metric that ``best_fn`` needs.
         OptionError: ``step="best"``, but the run does not rank its checkpoints by a metric.
         DamagedCheckpointError: The checkpoint fails verification.
         StateError: The checkpoint was not saved from a Lightning trainer.
-        RuntimeError: The module's state has other keys or shapes, as in ``load_state_dict``.
+        RuntimeError: The saved keys or shapes do not match the module's, as in ``load_state_dict``.
     """
     if (package := package_of(kind)) is None:
         raise TypeError(f"{kind!r} is neither a LightningModule nor a LightningDataModule")

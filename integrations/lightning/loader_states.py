@@ -1,4 +1,4 @@
-"""The state of a trainer's data loaders: positions, prefetched batches, and random generators."""
+"""Capture and restore the state of a trainer's data loaders: positions, prefetched batches, and random generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- data loaders
 
-_FINISHED = "_iterator_finished"  # torchdata loader state key: True if the next iterator begins an epoch
+_FINISHED = "_iterator_finished"  # key in a torchdata loader's state: True if the next iterator begins an epoch
 _STREAM = {"examples_iterable", "epoch"}  # state keys of a Hugging Face iterable dataset
 
 
@@ -41,7 +41,7 @@ def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
 
 
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
-    """Return the indices of stateful loaders that declare themselves replicated or are in ``names`` (``loaders/0``)."""
+    """Return the indices of stateful loaders that are marked as replicated or listed in ``names``."""
     stateful = _stateful(loaders)
     named = {name: range(len(stateful)) for name in names if name == "loaders"}
     named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
@@ -55,8 +55,8 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore loader states; new iterators continue after the last batch, or begin an epoch if one has ``ended``."""
-    # A loader's state shows that the epoch has ended, with two exceptions: torchdata, if no batch was requested after
+    """Restore loader states; iteration continues after the last batch or, if the epoch has ``ended``, starts over."""
+    # Most loader states show that an epoch has ended. Exceptions are torchdata loaders, if no batch was requested after
     # the last one, and Hugging Face streams.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
@@ -76,7 +76,7 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the StateError to raise if the number of stateful loaders differs from that in the checkpoint."""
+    """Return the StateError for a checkpoint that was saved with a different number of stateful loaders."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
@@ -84,7 +84,7 @@ def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
-    """Return whether all loaders are stateful, so that no batches need to be drawn again."""
+    """Return whether all loaders are stateful, in which case no batches need to be drawn again."""
     return len(_stateful(loaders)) == len(loaders)
 
 
@@ -96,7 +96,7 @@ def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw and discard the batches already used in this epoch; before each, call ``before`` with the batch count."""
+    """Draw and discard ``count`` batches that were already used; before each, call ``before`` with the batch count."""
     ahead = draws_ahead(fetcher)
     source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
@@ -111,7 +111,7 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Return whether a loader has persistent workers, so that it keeps its iterator and seeds the workers only once."""
+    """Return whether a loader has persistent workers, and thus keeps its iterator and seeds the workers only once."""
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
@@ -129,7 +129,7 @@ def marks(fetcher: Any) -> list[tuple[Any, int]]:
 
 
 def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, int]]) -> bool:
-    """Return whether any iterator was replaced, or was reset and restarted its count."""
+    """Return whether any iterator was replaced or reset between two results of :func:`marks`."""
     return any(
         new is not old or (count and count <= counted)
         for (old, counted), (new, count) in zip(before, after, strict=True)
@@ -140,7 +140,7 @@ def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Call
     """Return the stateful loaders, each with its methods to get and set the state."""
     stateful = []
     for loader in loaders:
-        # get_state and set_state are used only for replicated loaders; for others, such as Grain, batches are counted.
+        # get_state and set_state are used only for replicated loaders. For other loaders, batches are counted.
         protocols = [("state_dict", "load_state_dict"), *[("get_state", "set_state")] * is_replicated(loader)]
         pairs = ([getattr(loader, name, None) for name in names] for names in protocols)
         if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
@@ -157,10 +157,10 @@ def _copied(state: Any) -> Any:
 
 
 class DrawnAhead:
-    """Tracks the batch that Lightning prefetches to detect the end of data that has no length."""
+    """Tracks the batch that Lightning prefetches to detect the end of a dataset without a length."""
 
-    # For replicated loaders, the state before this batch is saved, because another number of processes would divide
-    # the batch differently.
+    # For replicated loaders, the state before this batch is saved, because a different number of processes would
+    # divide the batch differently.
 
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
@@ -169,7 +169,7 @@ class DrawnAhead:
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
-        """Start tracking an epoch over the loaders; ``replicated`` names state that is identical in all processes."""
+        """Start tracking an epoch over the loaders; ``replicated`` lists state that is identical in all processes."""
         self._loaders = loaders
         self._is_for_all = all_stateful(loaders) and len(replicated_states(loaders, replicated)) == len(loaders)
 
@@ -237,7 +237,7 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     """Return the distinct generators of loaders and samplers, keyed by names such as ``0.sampler.generator``."""
-    # Stateful loaders restore their own generator; torchdata's do not, although they draw worker seeds from it.
+    # Stateful loaders restore their own generators, except for torchdata's, which draw worker seeds from them.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _stateful([loader]) or is_torchdata_loader(loader):
@@ -246,7 +246,7 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     return dict(by_id.values())
 
 
-# ---- batch sizes, if another number of processes continues
+# ---- batch sizes, for resuming with a different number of processes
 
 
 def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to current batch size, 1 if unknown; raise StateError if it differs between loaders."""
+    """Return the ratio of saved to current batch size, 1 if unknown; raise StateError if the loaders' ratios differ."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

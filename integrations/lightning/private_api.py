@@ -1,12 +1,12 @@
-"""The private Lightning names that the callback depends on, and the wrappers around Lightning methods.
+"""Access private Lightning names and wrap Lightning methods.
 
-Lightning calls the hooks of callbacks before its loops have done their bookkeeping: after ``on_train_batch_end`` it
-calls the module's own hook, validates and steps the schedulers, and after ``on_train_epoch_end`` it does the same for
-the epoch. A checkpoint saved in a hook would lack these results. Therefore :class:`LoopHooks` wraps the loop methods
-that enclose all of these calls, on the objects of one trainer and for one run.
+Lightning calls callback hooks before its loops have finished their bookkeeping: after ``on_train_batch_end``, it calls
+the module's own hook, runs the validation, and steps the schedulers; after ``on_train_epoch_end``, it does the same for
+the epoch. A checkpoint saved in a hook would lack these results. Therefore, :class:`LoopHooks` wraps the loop methods
+that make all of these calls, but only for the objects of one trainer and for one run.
 
-A trainer selects its checkpoint before it calls any hook. Therefore :func:`follow_choices` wraps the selection method
-on its class, as soon as the first callback is created.
+A trainer selects its checkpoint before it calls any hook. Therefore, :func:`follow_choices` wraps the selection method
+of the class as soon as the first callback is created.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- the private names, which `check_version` looks for
 
-NAMES = {  # keyed by the trainer attribute whose object has the names
+NAMES = {  # keyed by the trainer attribute that must have the names
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
@@ -58,7 +58,7 @@ NAMES_OF_CLASSES = {  # keyed by the strategy or callback class
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # keyed by submodule of the package; the class attributes include those set in __init__
+NAMES_IN_MODULES = {  # keyed by submodule of the package; attributes may be set in the __init__ of a class
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -74,11 +74,11 @@ NAMES_IN_MODULES = {  # keyed by submodule of the package; the class attributes 
 _GIVEN = "holdfast_given_path"  # checkpoint connector attribute that stores the ``ckpt_path`` given by the caller
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# Child processes of trainers that have ended; kept, because Python warns if a running Popen is garbage-collected.
+# Child processes that trainers have released are kept, because Python warns if it garbage-collects a running Popen.
 _released: list[subprocess.Popen[bytes]] = []
 
 # With an auto-resuming callback, a trainer behaves as with ``ckpt_path="last"``. Lightning then warns about a missing
-# model and, in a first run, about a missing "last" checkpoint, although the user has not requested either.
+# model and, in a first run, about a missing "last" checkpoint, although the user has requested neither.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
@@ -146,7 +146,7 @@ def _following(original: Callable[..., Any], callback: type) -> Callable[..., An
         if not any(isinstance(present, callback) for present in self.trainer.callbacks):
             return original(self, state_fn, ckpt_path, **models)
         if ckpt_path is None and _is_in_slurm() and is_left_alone(self.trainer, self._hpc_resume_path):
-            # The same defaults that Lightning uses when there is no requeue checkpoint.
+            # Lightning uses the same defaults when there is no requeue checkpoint.
             if state_fn != "fit" and model_provided:
                 return None
             ckpt_path = "last" if state_fn == "fit" else "best"
@@ -170,7 +170,7 @@ def forget_choice(trainer: Any) -> None:
 def is_left_alone(trainer: Any, path: Any) -> bool:
     """Return whether the path is a SLURM requeue checkpoint that Lightning itself selected; log that it is ignored."""
     connector = trainer._checkpoint_connector
-    # If the module creates the first callback in the process, the trainer selected its path before recording began.
+    # The path is not recorded if the trainer chose it before the module created the process's first callback.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wrappers for methods of individual objects, active while ``applies()`` is true, until :meth:`remove`."""
+    """Wraps methods of individual objects until :meth:`remove`; wrappers are active while ``applies()`` is true."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -204,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers; a wrapper that has been wrapped in turn stays, but only calls the original method."""
+        """Remove all wrappers; one that has itself been wrapped stays, but only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -218,8 +218,8 @@ class LoopHooks:
 
 def clear_restart(loop: Any) -> None:
     """Clear the restart state of a loop and its nested loops, so that they do not act on restored counters."""
-    # A restored loop infers from its counters the hook in which it was saved, and compensates: it increments steps, and
-    # skips validations and schedulers. After a save between batches, there is nothing to compensate for.
+    # A restored loop infers from its counters in which hook it was saved, and compensates by incrementing steps and
+    # skipping validations and schedulers. After a save between batches, there is nothing to compensate for.
     loop.on_iteration_done()
     for child in vars(loop).values():
         if hasattr(child, "on_iteration_done"):
@@ -227,7 +227,7 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any, *, within: bool = False) -> None:
-    """Set the loop counters to those after a finished epoch; ``within`` means that the save was in mid-epoch."""
+    """Set the loop counters as after a finished epoch; ``within`` is True if the checkpoint was saved in mid-epoch."""
     for tracker in (progress.total, progress.current):
         count = tracker.ready if within else tracker.processed
         tracker.ready = tracker.started = tracker.processed = tracker.completed = count
@@ -238,12 +238,12 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 
 LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after loader creation, before iterator creation
 
-# The trainer's connector that selects, saves and restores checkpoints, and the checkpoint dictionary it restores.
+# The connector selects, saves, and restores a trainer's checkpoints; it holds the checkpoint that is being restored.
 checkpoint_connector = attrgetter("_checkpoint_connector")
 loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
 signal_connector = attrgetter("_signal_connector")
 cluster_environment = attrgetter("_accelerator_connector.cluster_environment")
-iterator_of = attrgetter("_iterator")  # the current iterator of a combined loader, over all its loaders
+iterator_of = attrgetter("_iterator")  # the current iterator over all loaders of a combined loader
 
 
 def class_names(instance: Any) -> set[str]:
@@ -280,7 +280,7 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders are exhausted in this epoch, in modes that restart the shorter loaders until all are."""
+    """Return which loaders are exhausted in this epoch; empty in modes that do not restart exhausted loaders."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
@@ -291,7 +291,7 @@ def set_ended(combined: Any, ended: Sequence[bool]) -> None:
 
 
 def draws_ahead(fetcher: Any) -> bool:
-    """Return whether a fetcher prefetches one batch to detect the end of data that has no length."""
+    """Return whether a fetcher prefetches one batch to detect the end of a dataset without a length."""
     return fetcher.length is None and hasattr(fetcher, "batches")
 
 
@@ -309,7 +309,7 @@ def _reload_name(loop: Any) -> str:
 
 
 def is_accumulating(fit: Any) -> bool:
-    """Return whether gradient accumulation is in progress, so that more batches follow before the next update."""
+    """Return whether gradients are being accumulated and more batches follow before the next update."""
     return bool(fit.epoch_loop._should_accumulate())
 
 
@@ -318,7 +318,7 @@ def has_done_all_batches(fit: Any) -> bool:
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run ends here; unlike ``fit.done``, without logging a message."""
+    """Return whether the run ends here; unlike ``fit.done``, this does not log a message."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop restart with the validation that follows a finished batch; discard counts of an unfinished one."""
+    """Make the loop restart with the validation after its last batch, dropping counts of an unfinished validation."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
@@ -358,7 +358,7 @@ def averages_models(strategy: Any) -> bool:
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether each process has its own buffers, because DDP does not broadcast those of process 0."""
+    """Return whether each process has its own buffers, because DDP does not broadcast process 0's buffers."""
     options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 

@@ -1,4 +1,4 @@
-"""One ``fit``: how it begins, resumes and ends, and the points at which its state is consistent and can be saved."""
+"""Follow a ``fit`` from its start or resume to its end, and save at points where its state is consistent."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Stage(Enum):
 class FitRecorder:
     """Follows one ``fit`` from ``setup`` to its end, and decides after each batch and each epoch whether to save."""
 
-    # The state is consistent after a batch and all the work that belongs to it (the module's own hook, the validation,
-    # the schedulers), unless gradients are still being accumulated. This point is reached when the next batch begins,
-    # or the epoch ends. After the last batch of an epoch, the next point is the end of the epoch. After a signal, a
-    # step is also saved before a validation, and the resumed run begins with that validation.
+    # The state is consistent when a batch and the work that follows it (the module's own hook, the validation, the
+    # schedulers) are complete, unless gradients are still being accumulated. This is the case when the next batch
+    # begins or, after the last batch, when the epoch ends. After a signal, a step is also saved before a validation,
+    # and the resumed run begins with that validation.
 
     def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
         self.fit = fit
@@ -57,7 +57,7 @@ class FitRecorder:
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
         self._considered = fit.step  # the last step considered for a save
-        self._in_batch = False  # whether a batch has begun whose consistent point has not been reached yet
+        self._in_batch = False  # True from the start of a batch until its work is complete
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
@@ -66,7 +66,7 @@ class FitRecorder:
 
     @property
     def has_started(self) -> bool:
-        """Whether the ``fit`` has started training, or has loaded a checkpoint that leaves nothing to do."""
+        """True if the ``fit`` has started training or has loaded a checkpoint that leaves nothing to do."""
         return self._stage is not Stage.SET_UP
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class FitRecorder:
         self.witness.begin()
 
     def finish(self) -> None:
-        """If nothing was left to do, announce it, and set the trainer's metrics to those of the last step."""
+        """If nothing was left to do, say so and restore the trainer's metrics from the last step."""
         self._replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return
@@ -109,7 +109,7 @@ class FitRecorder:
     # ---- resuming from a checkpoint
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Remove the data position from a Lightning checkpoint dictionary, and resume from both."""
+        """Resume from a Lightning checkpoint dictionary, and remove the data position from it."""
         path = self.fit.trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
@@ -124,7 +124,7 @@ class FitRecorder:
 
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, even if ``max_epochs`` is less than the run has completed."""
-        # That happens if a program calls fit twice and is restarted during the second call.
+        # A run has completed more epochs if a program calls fit twice and is restarted during the second call.
         if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
@@ -140,7 +140,7 @@ class FitRecorder:
         self._replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Run the learning rate or batch size search, unless the run resumes."""
+        """Run a search for the learning rate or batch size, unless the run resumes."""
         if self._stage is not Stage.LOADED:
             original(*args, **kwargs)
             return
@@ -164,7 +164,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """After a batch and the work that belongs to it, decide once whether to save."""
+        """Decide whether to save, once for each batch and after all of its work is complete."""
         if not self._in_batch:
             return
         self._in_batch = False
@@ -191,7 +191,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the epoch end was left to do; save now, so that the next attempt skips it.
+            # Only the end of the epoch was left to do. Save now, so that another resume does not repeat it.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -209,16 +209,16 @@ class FitRecorder:
         step, loop = self.fit.step, self.fit.trainer.fit_loop
         if self.writer.newest.holds(step) or private_api.is_accumulating(loop):
             return
-        # Lightning itself resets these counters a moment later.
+        # Lightning itself resets these counters when the validation begins.
         loop.epoch_loop.val_loop.batch_progress.reset_on_run()
         self.writer.hold(step, "validation")
         if self._stop.points.in_validation():
             self._save_at_signal(step, "validation")
 
     def during_validation(self) -> None:
-        """Abort a validation if the process has been asked to end; nothing can be saved during a validation."""
-        # Callbacks may have replaced the weights with an average, and modules count, cache and switch modes. During
-        # gradient accumulation, the validation runs to its end, and the state after the next update is saved.
+        """Abort a validation after a preemption signal, because nothing can be saved until it ends."""
+        # Callbacks may have replaced the weights with an average, and modules may change state during a validation.
+        # If gradients are being accumulated, the validation continues, and the state after the next update is saved.
         if not self._stop.points.in_validation():
             return
         step, newest = self.fit.step, self.writer.newest
@@ -241,7 +241,7 @@ class FitRecorder:
             self.writer.consider(step, point, ended=ended)
 
     def _save_at_signal(self, step: int, point: Point) -> None:
-        """Save a step, and end the run, either at once or after a few more batches that are recorded for comparison."""
+        """Save a step and end the run, either at once or after a few more batches that are recorded for comparison."""
         try:
             self.writer.save(step, point, PREEMPTED)
         except SaveFailedError:

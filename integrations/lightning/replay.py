@@ -1,29 +1,27 @@
-"""The position of a ``fit`` within its epochs: what a checkpoint records, and how a new process restores it.
+"""Save and restore the position of a ``fit`` within its epochs.
 
-The batch order in an epoch depends on the random generators at four points: when the program creates the data loaders,
-when a loader creates its iterator (it seeds the workers, which start loading), at the first batch (samplers without
-workers are seeded), and at each later batch, because the model draws from the same generators. To restore a stateless
-loader, a resume repeats the first three with the saved generator states, and draws the earlier batches again. A
-stateful loader restores itself.
+The order of batches in an epoch depends on the random generators at four points: when the program creates the data
+loaders, when a loader creates its iterator (and seeds the workers, which start loading), at the first batch (when
+samplers without workers are seeded), and at each later batch, because the model draws from the same generators. To
+restore a stateless loader, a resumed run goes through the first three with the saved generator states and then draws
+the earlier batches again. A stateful loader restores itself.
 
-:class:`EpochReplay` is a state machine. Either it follows the run, or it holds a saved position to return to, at the
-end of an epoch or within one. The events come from Lightning's loops, in this order:
+:class:`EpochReplay` is a state machine. It either follows the run or holds a saved position, which is at the end of an
+epoch or within one, until it has returned there. Lightning's loops produce these events, in this order:
 
-==============  ======================  ================================  ====================================
-event           no position             a position after an epoch         a position within an epoch
-==============  ======================  ================================  ====================================
-state restored  notes the generators    sets those that made the loaders  the same; lifts limits of a run that
-                                                                          was not at its end yet
-loaders made    notes their generators  the same                          begins the epoch again
-epoch begins    notes the generators    restores all, and follows         silences a warning
-batches begin   notes the generators                                      restores all, and follows if no
-                                                                          validation is due
-batch           counts it                                                 skips it, and follows
-fit ends                                restores the end                  restores the end
-==============  ======================  ================================  ====================================
+==============  =======================  ================================  ======================================
+event           no saved position        position at the end of an epoch   position within an epoch
+==============  =======================  ================================  ======================================
+state restored  records generator state  restores the generators for the   the same; lifts the step limit if work
+                                         creation of the loaders           of the last batch remains
+loaders made    records generator state  records generator state           rewinds the loaders
+epoch begins    records generator state  restores everything               silences a warning
+batches begin   records generator state                                    restores everything
+batch           trains on it                                               skips it if only its validation remains
+fit ends                                 restores the final state          restores the final state
+==============  =======================  ================================  ======================================
 
-The skipped batch was trained before the save, and only its validation follows. If nothing was left to do, no epoch
-begins, and the next event is the end of the ``fit``.
+If nothing is left to do, no epoch begins, and ``fit ends`` follows directly.
 """
 
 from __future__ import annotations
@@ -51,13 +49,13 @@ from .strategies import live_names, own_buffers, replicas
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
-"""After a batch and all that belongs to it, before the validation that follows a batch, or after an epoch."""
+"""The point of a save: after a batch and its validation, before the validation, or after an epoch."""
 
-# These Lightning callbacks set up the trainer at the start of an epoch, and can safely do so again in mid-epoch. Other
-# callbacks have already seen the start of the epoch, and are not called again.
+# These Lightning callbacks set up the trainer at the start of an epoch and can safely do so again in mid-epoch. Other
+# callbacks are not called again, because they were called at the start of the epoch.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
-# A Lightning warning, silenced because the data position is restored here.
+# This Lightning warning is silenced because holdfast restores the data position.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -68,11 +66,11 @@ class EpochReplay:
         self._fit = fit
         self._trainer = fit.trainer
         self._loop = fit.trainer.fit_loop
-        self._restored = restored  # callback, called when everything has been restored
+        self._restored = restored  # called when everything has been restored
         self._options = fit.options
         self._saved: SavedPosition | None = None  # position to return to; None while following the run
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._made: dict[str, Any] = {}  # generator states before the loaders were created, if they are recreated
+        self._made: dict[str, Any] = {}  # generator states before loader creation, if the run recreates its loaders
         self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
         self._ended: list[Any] | None = None  # loader states restored at the end of an epoch
         self._ahead = loaders.DrawnAhead()
@@ -95,7 +93,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` if the process ends before the work that follows the batch."""
+        """Return the position as a tree; ``is_cut_off`` is True if the process ends before the work after the batch."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -131,7 +129,7 @@ class EpochReplay:
         return position
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Set the position from :meth:`capture` to return to, before the loops run; return whether it was cut off."""
+        """Set the position for the loops to return to; return whether it was saved before the work after its batch."""
         self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
         self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
@@ -139,12 +137,12 @@ class EpochReplay:
     # ---- the events
 
     def state_restored(self) -> None:
-        """Prepare the loops after their counters are restored, and before the program creates its data loaders."""
+        """Prepare the loops after their counters are restored and before the program creates its data loaders."""
         saved, makes = self._saved, not private_api.has_loaders(self._loop)
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        private_api.skip_sanity_check(self._loop)  # because its hooks would change the restored state
+        private_api.skip_sanity_check(self._loop)  # The hooks of the check would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._loop.epoch_progress.current
@@ -209,14 +207,14 @@ class EpochReplay:
         if len(parts) == 1 or loaders.all_stateful(parts):
             self._fit.count(original, fetcher)
             return
-        # With several loaders, the shorter ones restart, and are seeded again, in the middle of an epoch.
+        # Among several loaders, the shorter ones restart in the middle of an epoch and are seeded again.
         before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
         if loaders.has_restarted(marks, loaders.marks(fetcher)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
-        """If nothing was left to do, restore the end state, because the program continues with it."""
+        """If nothing was left to do, restore the final state for use by the rest of the program."""
         if (saved := self._saved) is None:
             return
         self._saved = None
@@ -227,7 +225,7 @@ class EpochReplay:
             # on_train_end replaces the weights with their average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
-    # ---- returning to where a checkpoint was saved
+    # ---- returning to a saved position
 
     def _go_to_epoch(self, saved: SavedPosition) -> None:
         self._restore_module(saved)
@@ -253,7 +251,7 @@ class EpochReplay:
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
-        """Rewind the loaders to the epoch start, to draw its batches again; Lightning creates the iterators next."""
+        """Rewind the loaders to the start of the epoch, before Lightning creates their iterators."""
         parts, now = self._loaders(), self._loop.epoch_progress.current.processed
         if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful at the save.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
@@ -295,7 +293,7 @@ class EpochReplay:
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
             callback.on_train_epoch_start(self._trainer, module)
-        # StochasticWeightAveraging resets the batch normalization statistics in its last epoch.
+        # StochasticWeightAveraging has reset the batch normalization statistics if this is its last epoch.
         module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: SavedPosition, fetcher: Any) -> None:
@@ -403,7 +401,7 @@ class EpochReplay:
         if not saved.is_new:
             loaders.restore_loader_generators(validation["generators"], parts)
 
-    # ---- the present loaders and generators
+    # ---- the current loaders and generators
 
     def _loaders(self) -> list[Any]:
         return private_api.loaders_of(self._loop)

@@ -1,4 +1,4 @@
-"""Resharding of a run's data position when the number of processes changes."""
+"""Reshard a run's data position when the number of processes changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SavedPosition:
     """The saved data position that this process resumes from."""
 
     tree: dict[str, Any]
-    is_new: bool = False  # whether this process has no saved position, because there are now more processes
+    is_new: bool = False  # True if there are now more processes, and this one has no saved position
     keeps_random: bool = False  # whether to keep the global generators as seeded by the program
     until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the loaders exist
     until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed before the first batch
@@ -39,7 +39,7 @@ class SavedPosition:
 def share_of(
     saved: dict[str, Any], trainer: Any, replicated: Collection[str], reshard: Reshard | None, processes: ProcessGroup
 ) -> SavedPosition:
-    """Return the position that this process resumes from; raise StateError if it is unknown how to divide the data."""
+    """Return the position that this process resumes from; raise StateError if the data cannot be divided."""
     shares = saved.pop("shares", None)
     is_new = shares is not None and processes.index >= len(shares)
     draws_alike = GLOBAL_GENERATORS in replicated
@@ -104,7 +104,7 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError if a replicated loader is at another position after the batches have been drawn again."""
+    """Raise StateError if a replicated loader is not at its saved position after the batches are drawn again."""
     declared = saved.get("replicated", ())
     for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
         if index not in declared or same_state(state, before):

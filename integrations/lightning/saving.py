@@ -1,4 +1,4 @@
-"""How a ``fit`` saves: when a save is due, what the checkpoint contains, and which metrics belong to the step."""
+"""Save the steps of a ``fit``: decide when a save is due, assemble the checkpoint, and assign metrics to steps."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .trees import POSITION
 logger = logging.getLogger("holdfast")
 
 PREEMPTED = "preempted"
-"""The reason of a save after a signal."""
+"""The recorded reason for a save after a signal."""
 
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint of a run, or the first step of a fresh run that has not saved anything."""
+    """The newest checkpoint of a run, or its first step if nothing has been saved."""
 
     step: int
     metrics: Mapping[str, float] | None = None  # None if the checkpoint is not in the directory
-    is_cut_off: bool = False  # whether it was saved before the work that follows its batch, such as a validation
+    is_cut_off: bool = False  # True if it was saved before the work that follows its batch, such as a validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether a step has been saved with the results of all the work that belongs to it."""
+        """Return whether a step has been saved after all of its work, such as a validation, was complete."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
@@ -55,7 +55,7 @@ class Held:
 
 
 class StepWriter:
-    """Decides whether a step of the ``fit`` is due for a save, and saves it."""
+    """Decides which steps of a ``fit`` to save, and saves them."""
 
     def __init__(self, fit: Fit, replay: EpochReplay, fitting: Fitting, witness: FitWitness) -> None:
         self._fit = fit
@@ -71,7 +71,7 @@ class StepWriter:
         self.newest = Newest(fit.step)
 
     def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
-        """Continue from a checkpoint, with the metrics that were logged before it."""
+        """Continue from a checkpoint; ``earlier`` contains the metrics that were logged before it was saved."""
         self._ledger.observe(-1, earlier)  # -1, because they do not belong to this step
         self._outdated = set(note_resume(self._fit.store.manager, step))
         self.newest = Newest(step, self.stored_metrics(step), is_cut_off)
@@ -148,7 +148,7 @@ class StepWriter:
         self._outdated.discard(step)
 
     def hold(self, step: int, point: Point) -> None:
-        """Keep a copy of the state at this point, to save if an exception occurs before the next point."""
+        """Keep a copy of the state at this point, to be saved if an exception occurs before the next point."""
         if self._copies is None or self.newest.is_complete(step):
             self.held = None
             return
@@ -156,7 +156,7 @@ class StepWriter:
         self.held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
 
     def save_after(self, exception: BaseException) -> None:
-        """Save the held state from the last point between two batches, because the current one may be half updated."""
+        """Save the state held after the last complete batch, because the current state may be half updated."""
         held, self.held = self.held, None
         if held is None or self.newest.is_complete(held.step) or self._witness.run.error is not None:
             return
@@ -195,8 +195,8 @@ class MetricsLedger:
     """Tracks the step at which each metric value appeared in ``trainer.callback_metrics``."""
 
     # ``trainer.callback_metrics`` holds the last value of every metric ever logged: 50 steps after a validation, its
-    # ``val_loss`` is still there. Ranked by that stale value, the later checkpoint would look as good as the one that
-    # was validated.
+    # ``val_loss`` is still there. If a later checkpoint were ranked by this stale value, it would look as good as the
+    # checkpoint that was validated.
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, int]] = {}
@@ -217,7 +217,7 @@ class MetricsLedger:
 
 
 def _same_value(seen: Any, value: Any) -> bool:
-    """Return whether two objects are the same logged value, which means the same memory rather than equal values."""
+    """Return whether two objects are the same logged value, judging by memory address rather than equality."""
     if isinstance(seen, torch.Tensor) and isinstance(value, torch.Tensor):
         # Lightning returns a new view on each access. The ledger keeps the old view, so that its memory is not reused.
         return seen.data_ptr() == value.data_ptr()

@@ -1,4 +1,4 @@
-"""The steps of one ``fit``: how they are counted, and what the witness records about each."""
+"""Count the steps of a ``fit``, and pass them to the witness."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NOTHING: Any = object()
 class Fit:
     """One ``fit``: its trainer, checkpoint directory, callback options, and step count."""
 
-    # ``global_step`` counts only steps of Lightning optimizers; a batch that trains without one counts as a step, too.
+    # ``global_step`` counts only steps of Lightning optimizers, so batches that train without one are counted here.
 
     trainer: Any
     store: RunStore
     options: CallbackArguments
     preemption: PreemptionSignal
     batches: int = 0  # number of batches counted as steps
-    holds_gradients: bool = False  # whether manual optimization has accumulated gradients not yet applied
+    holds_gradients: bool = False  # whether manual optimization has accumulated gradients but not applied them
 
     @property
     def step(self) -> int:
@@ -41,7 +41,7 @@ class Fit:
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
-        """Train on one batch, and count it if it is a step that ``global_step`` does not count."""
+        """Train on one batch, and count the step if ``global_step`` does not count it."""
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             train(fetcher)
@@ -65,7 +65,7 @@ class Fit:
         trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        # If no optimizer is configured, Lightning creates an empty one, so the parameters do not belong to any.
+        # If no optimizer is configured, Lightning creates one without parameters.
         optimized = [parameter for parameter in trainable if id(parameter) in held]
         trained = [parameter for parameter in optimized or trainable if not parameter.is_inference()]
         return [(parameter, parameter._version) for parameter in trained], bool(optimized)
@@ -86,14 +86,14 @@ class FitWitness:
         self.run.begin(self._seen())
 
     def resume(self) -> None:
-        """Compare the restored state with what the witness recorded when it was saved."""
+        """Compare the restored state with the record that the witness made at the save."""
         path, why = self._fit.trainer.ckpt_path, why_not_comparable(self._fit.options, self._misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._fit.store.directory)):
             why = f"the run resumed from {path}"
         self.run.resume(self._fit.step, self._seen(), why)
 
     def begin_batch(self, batch: Any) -> None:
-        """Record the batch of the step that begins, if the step is to be compared."""
+        """Keep the batch of the next step if that step will be compared."""
         self._batch = batch if self.run.watches else _NOTHING
 
     def end_batch(self) -> None:

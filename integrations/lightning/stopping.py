@@ -1,7 +1,7 @@
-"""How a run ends after a signal.
+"""End a run after a signal.
 
-Our signal handlers replace Lightning's. The run saves at the next point between two batches, or before the next
-validation; a validation in progress is aborted immediately.
+The signal handlers in this module replace Lightning's. The run saves before the next batch or validation and then ends;
+a validation in progress is aborted at once.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .store import RunStore
 
 
 class Preempted(SystemExit):
-    """Ends the process after a signal and a save: with the exit status of the signal, or 75 if the job is requeued."""
+    """Ends the process after a signal and a save, with the signal's exit status or, if the job is requeued, with 75."""
 
     def __init__(self, code: int = 128 + signal.SIGTERM) -> None:
         super().__init__(code)
 
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
-    """End the process after a signal, when there is nothing left to save."""
+    """End the process after a signal; call this when nothing is left to save."""
     private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends one ``fit`` after a signal: at the next consistent point, or after more steps that are only recorded."""
+    """Ends a ``fit`` after a signal, either at the next consistent point or after more steps that are only recorded."""
 
     fit: Fit
     points: Stop
@@ -52,11 +52,11 @@ class FitStop:
         """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # excludes the last batch: a validation may follow
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # except the last batch, which a validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
-        """Wait for all saves and processes, and end the run after this step."""
+        """Wait for all saves and processes, and then end the run after this step."""
         try:
             self.steps.finish_saves()
         finally:
@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """Handles signals during one trainer call; Lightning's handlers could end it during gradient accumulation."""
+    """Handles signals during one trainer call, which Lightning's handlers could end during gradient accumulation."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)
@@ -106,22 +106,22 @@ class Signals:
             self._store.at_teardown.callback(partial(requeue, self._store.processes))
 
 
-# ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
+# ---- SLURM: save a step after the requeue signal, and ignore Lightning's own requeue files
 #
-# At that signal, Lightning saves ``hpc_ckpt_N.ckpt`` inside its handler, perhaps in the middle of a batch, and asks
-# SLURM to requeue the job. Later calls to ``fit``, ``validate``, ``test`` and ``predict`` load the file with the
-# highest number, before any callback hook runs.
+# After this signal, Lightning would save ``hpc_ckpt_N.ckpt`` in its handler, possibly in the middle of a batch, and ask
+# SLURM to requeue the job. Later calls to ``fit``, ``validate``, ``test`` and ``predict`` would load the file with the
+# highest number before any callback hook runs.
 
 
 logger = logging.getLogger("holdfast")
 
-_PATIENCE = 120.0  # timeout for the other processes to wait for ``scontrol``, in seconds
+_PATIENCE = 120.0  # seconds that the other processes wait for ``scontrol``
 
 _OURS = "holdfast_requeues"  # attribute that marks an environment whose job this integration requeues
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
-    """Take over the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
+    """Take over the requeue signal from Lightning and return it; return None if the job should not be requeued."""
     environment = private_api.cluster_environment(trainer)
     if "SLURMEnvironment" not in private_api.class_names(environment):
         return None
@@ -134,7 +134,7 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
 
 
 def requeue(processes: ProcessGroup) -> None:
-    """Requeue the job in SLURM, which ends it at once; a collective call, in which all wait for process 0."""
+    """Requeue the job in SLURM, which ends it at once; a collective call in which all processes wait for process 0."""
     group = processes.rendezvous("requeue")
     if group is None:
         _requeue()

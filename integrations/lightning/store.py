@@ -1,4 +1,4 @@
-"""The callback's arguments, and the checkpoint store of a run, used by the callback and the ``CheckpointIO``."""
+"""The callback's arguments, and the checkpoint store that the callback and the ``CheckpointIO`` plugin share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .trees import POSITION, from_tree, to_tree
 
 GLOBAL_GENERATORS = "global_generators"
 REPLICATED = re.compile(rf"{GLOBAL_GENERATORS}|loaders(/\d+)?")
-"""The state of a trainer that ``replicated`` may name."""
+"""The names that ``replicated`` accepts for a trainer's state."""
 
 _EXPORTS = (".safetensors", ".ckpt")
 
@@ -86,7 +86,7 @@ class CallbackArguments(ProgramOptions):
         return as_location(self.dirpath) / text if is_relative else as_location(self.export_best)
 
     def manager_options(self) -> CheckpointManagerOptions:
-        """Return the equivalent manager options; ``every_n_epochs`` is left to the callback."""
+        """Return the equivalent manager options, except for ``every_n_epochs``, which the callback implements."""
         options = super().manager_options()
         if has_triggers(self) or self.every_n_epochs is None:
             return options
@@ -95,16 +95,16 @@ class CallbackArguments(ProgramOptions):
 
 
 PROCESS = "process"
-"""The item with the position of each of several processes."""
+"""The item that stores the data positions of all processes if there are several."""
 
 _OF_EVERY = {"every": True}  # restores the positions of all processes if the number of processes has changed
 
 Template = Mapping[str, Any] | None
-"""Templates by entry of Lightning's dictionary."""
+"""Templates, keyed by entry of the Lightning checkpoint dictionary."""
 
 FINISHED: dict[Location, weakref.ref[Any]] = {}
-"""The modules of the runs that this process has finished, by directory: only the process connects the runs of a
-cross-validation."""
+"""The module of each run that this process has finished, keyed by directory. It reveals cross-validation folds that
+share a directory by mistake."""
 
 logger = logging.getLogger("holdfast")
 
@@ -135,7 +135,7 @@ class RunStore:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that is writing, or that last wrote, in this process; a read-only one if there is none."""
+        """The manager of the current or last ``fit`` in this process; a read-only manager if there is none."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -176,14 +176,14 @@ class RunStore:
             )
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call; only process 0 has any."""
+        """Return the events since the last call; the list is empty in all processes except process 0."""
         events = self._events[:]
-        del self._events[: len(events)]  # not clear(): a background save may have added more
+        del self._events[: len(events)]  # not clear(), because a background save may have added more
         return events
 
     @property
     def may_fetch(self) -> bool:
-        """Whether there is a mirror that has not been checked for a newer step; :meth:`fetch` checks it."""
+        """True if there is a mirror that :meth:`fetch` has not checked for a newer step."""
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
@@ -193,7 +193,7 @@ class RunStore:
             self._has_fetched = True
 
     def steps(self) -> list[int]:
-        """Return the steps in the directory and, during a ``fit``, the step saved locally on the hosts."""
+        """Return the steps in the directory and, during a ``fit``, the host-local step."""
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int | None) -> str:
@@ -215,7 +215,7 @@ class RunStore:
             return None
         try:
             return metric_value(self.manager.metrics(step), metric)
-        except CheckpointNotFoundError:  # the save is not committed yet
+        except CheckpointNotFoundError:  # the save has not been committed
             return None
 
     def awaited_metric(
@@ -223,10 +223,10 @@ class RunStore:
     ) -> str | None:
         """Return the ranking metric's name if the newest step was saved without it and ``metrics`` now has it."""
         metric = self._options.best_fn
-        if metric is None or self._options.save_on_best:  # ``save_on_best`` has already decided about this step.
+        if metric is None or self._options.save_on_best:  # ``save_on_best`` has already considered this step.
             return None
 
-        # Checkpoints saved at an interval rarely coincide with a validation, so otherwise they would never be ranked.
+        # Checkpoints saved at an interval rarely coincide with a validation, so they would otherwise never be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
@@ -235,7 +235,7 @@ class RunStore:
         return name
 
     def publish(self, options: CallbackArguments) -> None:
-        """Update the symlinks and the exported best weights; only log failures, because nothing depends on them."""
+        """Update the symlinks and exported best weights; only log failures, because nothing depends on these files."""
         manager, links = self.manager, options.links and self.directory.is_local
         steps = manager.all_steps() if links or options.export_best is not None else []
         best = manager.best_step() if steps and options.best_fn is not None else None
@@ -263,7 +263,7 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save the result of ``dump`` in the background, or ``locally`` only; a collective call."""
+        """Save the result of ``dump`` in the background or, if ``locally``, as a host-local step; a collective call."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:
@@ -295,7 +295,7 @@ class RunStore:
             yield manager
 
     def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-        """Load a step, or the newest intact one, as a Lightning checkpoint dictionary; data positions are optional."""
+        """Load a step, or the newest intact one, as a Lightning checkpoint, optionally with data positions."""
         manager = self.manager
         wanted: Any = template
         if self._has_positions:
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Create a manager, with a second item if there are per-process data positions, now or in a saved step."""
+        """Create a manager, with a second item if this run or a saved step has per-process data positions."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries
@@ -369,14 +369,14 @@ def is_checkpoint(path: Place) -> bool:
     except InvalidLocationError:
         return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # does not open Lightning's own files, which may be on a network file system
+        return False  # Lightning's own files are not opened, because they may be on a network file system.
     return (location / RECORD).exists() or bool(list_steps(location))
 
 
 def _checkpoint(restored: Any, source: Place) -> dict[str, Any]:
-    """Merge restored items into a Lightning checkpoint dictionary that has the data position of this process."""
-    # If the number of processes has changed, ``shares`` has the positions of all processes that saved. A process
-    # without a saved position uses that of process 0.
+    """Merge restored items into a Lightning checkpoint dictionary with this process's data position."""
+    # If the number of processes has changed, ``shares`` contains the positions of all processes that saved the step. A
+    # process without a saved position uses process 0's.
     tree, position = restored, None
     if isinstance(restored, dict) and "state_dict" not in restored and ITEM in restored:
         tree, position = restored[ITEM], restored.get(PROCESS)
@@ -427,7 +427,7 @@ def export_weights(step: Location, target: Location) -> None:
     target.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {  # exported entries; excludes ``value_types``, so that values of other types remain plain data
+_OF_THE_MODEL = {  # exported entries, without ``value_types``, so that values of other types remain plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -435,7 +435,7 @@ _OF_THE_MODEL = {  # exported entries; excludes ``value_types``, so that values 
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read the named checkpoint entries, except those that the step does not have."""
+    """Read the named checkpoint entries; names that the step does not have are ignored."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)

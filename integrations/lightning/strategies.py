@@ -1,8 +1,8 @@
-"""The Lightning strategies that the callback supports, and how several processes save and load one checkpoint.
+"""Save and load one checkpoint from several processes under the Lightning strategies that the callback supports.
 
 Under DDP, parameters and optimizer states are identical in all processes; under FSDP2 and tensor parallelism, each
-process holds its shards as DTensors. Therefore each process saves them from its own memory. Everything else,
-such as buffers, callbacks and hyper-parameters, may differ between processes: only process 0 saves its own, as in
+process holds its shards as DTensors. In both cases, each process saves them from its own memory. All other state, such
+as buffers, callbacks, and hyper-parameters, may differ between processes. It is saved only from process 0, as in
 Lightning's own checkpoints.
 """
 
@@ -61,7 +61,7 @@ def check_strategy(trainer: Any) -> None:
 
 
 def can_save(strategy: Any) -> bool:
-    """Return whether the callback supports the way in which a strategy distributes its state over processes."""
+    """Return whether the callback can save a strategy's state, which may be distributed over processes."""
     names = class_names(strategy)
     if names & _SAVE_BY_THEMSELVES:
         return False
@@ -79,7 +79,7 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each saved name to its current name, which differs if a submodule has been compiled, or no longer is."""
+    """Map each saved name to its current name; they differ if a submodule is compiled in only one of the runs."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
@@ -131,7 +131,7 @@ class SharedState:
         self._channel = torch.device("cpu") if torch.distributed.get_backend() == "gloo" else strategy.root_device
         self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # Excludes optimizers that shard their own state: they return all of it in process 0, and nothing in the others.
+        # Optimizers that shard their own state are excluded, because they return it only in process 0.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)
@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return the leaf that process 0 sends: a placeholder for a large tensor, or for one that every process has."""
+        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or in every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
@@ -177,7 +177,7 @@ class SharedState:
         return _Sent(tuple(value.shape), value.dtype)
 
     def _filled(self, value: Any, path: Path, here: Any) -> Any:
-        """Return the leaf that replaces one received from process 0; ``here`` is the local value at its path."""
+        """Return a leaf from process 0, with placeholders replaced; ``here`` is this process's value at that path."""
         if isinstance(value, _Sent):
             self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return self._large[-1]
@@ -208,7 +208,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores entries that have a template to match it, and all other entries as saved."""
+    """Restores entries with a template to match the template, and all other entries as saved."""
 
     shares_reads = True
 
@@ -221,7 +221,7 @@ class StateHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read a tree with per-entry templates; entries whose template is None are skipped. ``item=None`` reads all."""
+        """Read a tree with one template per entry, skipping those whose template is None; ``item=None`` reads all."""
         if item is None:
             return super().restore(directory, files=files, shared=shared, **kwargs)
         outline = super().structure(directory, files=files)
@@ -236,12 +236,12 @@ class StateHandler(PyTreeCheckpointHandler):
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
-        # Add back containers without leaves, because a selection leaves them out.
+        # Add back containers without leaves, because a selection omits them.
         return {**mapped(lambda _leaf, _path, saved: saved, rest, as_they_are), **parts}
 
 
 class ShardedState:
-    """The module and optimizer state that a strategy shards over its processes."""
+    """The module and optimizer state that a strategy shards across processes."""
 
     def __init__(self, strategy: Any) -> None:
         self._module = strategy.model
@@ -286,7 +286,7 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:
-    """Return each optimizer's mapping from index to parameter name if state was saved by index; otherwise []."""
+    """Return a mapping from index to parameter name for each optimizer, or [] if state was saved by name."""
     if not templates or not any(isinstance(key, int) for state in saved for key in state["state"]):
         return []
     return [

@@ -1,8 +1,8 @@
-"""Conversion between Lightning checkpoints and trees of arrays and plain values, without pickle.
+"""Convert between Lightning checkpoints and trees of arrays and plain values, without pickle.
 
 The tree has the same keys as the Lightning dictionary: ``state_dict``, ``optimizer_states``, ``lr_schedulers``,
-``loops``, ``callbacks``, ``hyper_parameters``, and those added by modules and plugins. Arrays are loaded as tensors.
-The entry ``value_types`` lists values of other types, such as numpy arrays, paths and namespaces.
+``loops``, ``callbacks``, ``hyper_parameters``, and any that modules and plugins add. Arrays are loaded as tensors. The
+entry ``value_types`` records the types of all other values, such as numpy arrays, paths, and namespaces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...engine.pytree import (
 )
 
 POSITION = "holdfast"
-"""The entry for state that Lightning's own checkpoints lack: the position in the data, and random generators."""
+"""The entry for state that Lightning's own checkpoints lack, such as the data position and random generators."""
 
 VERSION = 1
 """The version of these trees. It increases when earlier versions of holdfast cannot read new trees."""
@@ -59,7 +59,7 @@ class _LeftError(Exception):
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a Lightning checkpoint to a tree that the engine can save; also return a line for each omitted entry."""
+    """Convert a Lightning checkpoint to a tree that the engine can save, and list the entries that are left out."""
     plain = _Plain()
     tree = plain.entries({name: checkpoint[name] for name in (*_FIRST, *checkpoint) if name in checkpoint}, ())
     if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need these versions to load older states. One leaf stores all, because there are many modules.
+        # Modules may need these versions to load older states. They share one leaf, because there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -100,14 +100,14 @@ def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[
 
 
 def is_plain_tree(value: Any) -> bool:
-    """Return whether a value can be saved without omissions."""
+    """Return whether a value can be saved without leaving anything out."""
     plain = _Plain()
     plain.entries({"": value}, ())
     return not plain.left
 
 
 class _Plain:
-    """Converts values to plain data and arrays, and records the types of converted values and omitted entries."""
+    """Converts values to plain data and arrays, and records the converted types and the entries that are left out."""
 
     def __init__(self) -> None:
         self.left: list[str] = []
@@ -187,9 +187,9 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 
 # ---- values of other types, such as those in hyper-parameters
 #
-# Paths are saved as strings, namespaces as dictionaries and dtypes by name: every reader can use these. The type names
-# are saved too, so that Lightning gets the original values. To restore them, only the constructors in this table are
-# called; the program's own classes are used only if the program has already loaded them.
+# Paths are saved as strings, namespaces as dictionaries, and dtypes by name, which every reader can use. The type names
+# are also saved, so that Lightning gets the original values. Restoring calls only the constructors in this table and
+# those of classes that the program has already loaded.
 
 
 logger = logging.getLogger("holdfast")
@@ -234,7 +234,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
 
 
 def from_plain(plain: Any, type_name: str) -> Any:
-    """Reverse :func:`as_plain`; return the plain data if the class no longer exists."""
+    """Convert the result of :func:`as_plain` back; return it unchanged if the class no longer exists."""
     try:
         if type_name in _CONVERTED:
             return _CONVERTED[type_name][2](plain)

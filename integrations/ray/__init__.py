@@ -1,4 +1,4 @@
-"""Checkpoints in Ray Train workers: :class:`CheckpointCallback` for ``TorchTrainer`` and ``JaxTrainer``."""
+"""Checkpointing in Ray Train workers, for ``TorchTrainer`` and ``JaxTrainer``."""
 
 from .callback import CheckpointCallback, PreemptedError
 from .components import RemoteComponent

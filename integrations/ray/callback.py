@@ -38,41 +38,42 @@ class CheckpointCallback(LoopCallback):
                     if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
-    It takes the same options, and behaves the same outside of Ray Train. In a worker, it also does the following:
+    It takes the same options and behaves identically outside of Ray Train. In a worker, the following also applies:
 
-    - Every saved step is reported to Ray once it is durable: ``ray.train.report`` gets the metrics of the step and its
-      checkpoint in place, without a copy. Reports wait for all workers, so a step is reported when the next one is
-      saved, at a preemption, or at the end.
-    - A reported checkpoint belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With ``max_to_keep``
-      or another retention option, the callback deletes checkpoints and reports only metrics, because Ray does not
-      restart a run whose checkpoints are gone. (``Result`` then has neither: Ray keeps metrics with checkpoints.)
-    - SIGTERM reaches the callback although the loop does not run in the main thread. All workers save the same step and
-      stop; leaving the ``with`` block raises :class:`PreemptedError`, because Ray considers a function that returns
-      finished. This counts as a failure in ``FailureConfig(max_failures=...)``.
-    - When Ray announces that it will take a node away, all workers save the same step, and continue until Ray stops
-      them. This counts towards ``max_preemption_failures``.
-    - A run resumes from the newest step in ``directory``, reported or not. If there is none, it copies the checkpoint
-      that ``ray.train.get_checkpoint()`` returns.
+    - Every saved step is reported to Ray after it has become durable. ``ray.train.report`` receives the step's metrics
+      and a reference to its checkpoint, which is not copied. A report waits for all workers, so a step is reported when
+      the next one is saved, after a preemption signal, or at the end.
+    - Ray owns the reported checkpoints and deletes them according to ``CheckpointConfig(num_to_keep=...)``. With
+      ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics, because
+      Ray does not restart a run whose reported checkpoints are gone. ``Result`` then contains neither checkpoints nor
+      metrics, because Ray stores metrics with checkpoints.
+    - SIGTERM is handled even though the loop does not run in the main thread. All workers save the same step and stop.
+      Leaving the ``with`` block then raises :class:`PreemptedError`, because Ray would consider the run finished if the
+      function returned. This counts as a failure in ``FailureConfig(max_failures=...)``.
+    - When Ray announces that it will remove a node, all workers save the same step and continue until Ray stops them.
+      This counts toward ``max_preemption_failures``.
+    - A run resumes from the newest step in ``directory``, whether or not it has been reported. If there is none, the
+      run resumes from a copy of the checkpoint that ``ray.train.get_checkpoint()`` returns.
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # step that has been or is being saved, but has not been reported yet
+    _unreported: int | None = None  # step that has been or is being saved but has not been reported
     _reported_step: int | None = None
     _has_stopped = False
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM has arrived, or Ray has announced that it will take a node away."""
+        """True if SIGTERM has arrived or Ray has announced that it will remove a node."""
         return super().preempted
 
     def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
-        """Restore the newest complete checkpoint from ``directory`` or from Ray; initialize if there is none.
+        """Restore the newest complete checkpoint from ``directory`` or from Ray; start fresh if there is none.
 
-        The arguments, the result and the errors are the same as in
+        The arguments, the result, and the errors are the same as for
         :meth:`holdfast.CheckpointCallback.restore_or_initialize`.
 
         Raises:
-            StateError: Ray has started several workers that are not connected.
+            StateError: Ray has started several workers that are not connected to each other.
         """
         worker = self._worker
         if worker is None:
@@ -103,14 +104,14 @@ class CheckpointCallback(LoopCallback):
     ) -> StepOutcome:
         """Record a finished update and save if a save is due, as :meth:`holdfast.CheckpointCallback.on_step` does.
 
-        All workers must call it for every step, because it also reports saved steps to Ray.
+        All workers must call this method for every step, because it also reports saved steps to Ray.
         """
         return self._after(
             step, super().on_step(step, state, *unknown, metrics=metrics, batch=batch, epoch=epoch, **extras)
         )
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Record metrics that became known after the step, as :meth:`holdfast.CheckpointCallback.on_eval` does."""
+        """Record metrics that were computed after the step, as :meth:`holdfast.CheckpointCallback.on_eval` does."""
         return self._after(step, super().on_eval(step, metrics))
 
     def _hand_on(self) -> None:
@@ -148,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """Report the previously saved step, which is durable because each save waits for the one before it."""
+        """Report the previously saved step, which is durable because each save waits for the previous one."""
         if self._worker is None:
             return outcome
         if outcome.saved:
@@ -156,7 +157,7 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step
         if outcome.should_stop and not self._has_stopped:
             self._has_stopped = True
-            self._report()  # this save is already durable, but later ones may not be, if the loop continues
+            self._report()  # this save is already durable, but later ones may not be if the loop continues
         if outcome.should_stop and self._preemption.number == DRAINED:
             return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
         return outcome
@@ -167,7 +168,7 @@ class CheckpointCallback(LoopCallback):
             return
         location = self._location_of(step)
         metrics = None if location is None else self.manager.metrics(step)
-        # Ray can only register checkpoints that are in its own storage and that the callback does not delete
+        # Ray can register only checkpoints that are in its own storage and that the callback does not delete.
         inside = self.manager.directory.url.startswith(f"{self._worker.root().url}/")
         registered = location if inside and self._options.max_to_keep is None else None
         self._worker.report({**(metrics or {}), "step": step}, registered)

@@ -1,4 +1,4 @@
-"""Components in Ray actors: each is saved, restored and constructed in its actor."""
+"""Components that are constructed, saved, and restored in Ray actors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..components import Checkpointable
 class RemoteComponent(Checkpointable):
     """A component of :mod:`holdfast.components` that lives in a Ray actor.
 
-    Saves and restores go through the actor, which holds the state. The states of all remote components in a tree are
-    requested concurrently. ``from_checkpoint`` starts the actor again, with the same class, arguments and options.
+    Saves and restores are delegated to the actor, which holds the state. The states of all remote components in a tree
+    are requested concurrently. ``from_checkpoint`` starts a new actor with the same class, arguments, and options.
 
     ::
 
@@ -26,11 +26,11 @@ class RemoteComponent(Checkpointable):
         team.save_to_path("runs/team")
 
     Args:
-        kind: The class of the object, with ``get_state()`` and ``set_state(state)``, such as a component class. It must
-            not be wrapped by ``ray.remote``.
-        *args: Positional arguments of its constructor.
+        kind: The class to instantiate in the actor, such as a component class. It must have the methods ``get_state()``
+            and ``set_state(state)``, and must not be wrapped by ``ray.remote``.
+        *args: Positional arguments for the constructor.
         options: Ray actor options, such as ``{"num_cpus": 1}``.
-        **kwargs: Keyword arguments of its constructor.
+        **kwargs: Keyword arguments for the constructor.
 
     Attributes:
         actor: The actor handle.
@@ -49,9 +49,9 @@ class RemoteComponent(Checkpointable):
         """Return the state of the object in the actor.
 
         Args:
-            components: As for ``Checkpointable.get_state``; passed on if given.
-            not_components: As for ``Checkpointable.get_state``; passed on if given.
-            **options: Further options, passed on.
+            components: As for ``Checkpointable.get_state``; passed to the object if given.
+            not_components: As for ``Checkpointable.get_state``; passed to the object if given.
+            **options: Further options to pass to the object.
         """
         given = {"components": components, "not_components": not_components}
         options |= {name: names for name, names in given.items() if names is not None}

@@ -1,6 +1,6 @@
-"""This process as a Ray Train worker: its storage, its reports, and its preemptions.
+"""The Ray Train worker in this process, with its storage, reports, and preemption signals.
 
-Only the main thread of the worker's actor can handle SIGTERM; Ray itself announces nodes that it will take away.
+Only the main thread of the worker's actor can handle SIGTERM. Ray itself announces which nodes it will remove.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ..loop import PreemptionSignal
 logger = logging.getLogger("holdfast")
 
 DRAINED = 1000
-"""The number that stands for a signal if Ray takes a node away."""
+"""The pseudo signal number that represents Ray's notice that it will remove a node."""
 
 _TIMEOUT = 30.0  # seconds; timeout for calls in the main thread of the actor, which Ray keeps idle
 _SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # maps pyarrow file system types to URL schemes
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
-"""Options with which a file system has its own credentials; a URL takes credentials from the environment."""
+"""Options that give a file system its own credentials; for a URL, credentials come from the environment."""
 
 _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # keyed by id, for `_call`
 
 
 def run_directory(name: str = "checkpoints") -> str:
-    """Return the checkpoint directory in the storage of this Ray Train run, the same for every worker.
+    """Return the checkpoint directory in the storage of this Ray Train run, which is the same for every worker.
 
-    Ray registers the checkpoints in it without a copy. It is the subdirectory ``name`` of the directory given by
-    ``RunConfig(storage_path=..., name=...)``; set both, so that a restarted program finds it.
+    Ray registers checkpoints in this directory without copying them. It is a subdirectory of the run's directory, which
+    is set by ``RunConfig(storage_path=..., name=...)``; set both arguments so that a restarted program finds it.
 
     Args:
-        name: The name of the directory.
+        name: The name of the subdirectory.
 
     Returns:
         A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
-        endpoint or ``RunConfig(storage_filesystem=...)``, it is the URL from
-        ``holdfast.storage.as_location(..., filesystem=...)``, with the same guarantees.
+        endpoint or ``RunConfig(storage_filesystem=...)``, the URL is the one that
+        ``holdfast.storage.as_location(..., filesystem=...)`` returns, with the same guarantees.
 
     Raises:
         StateError: This process is not a Ray Train worker.
@@ -68,7 +68,7 @@ def current_worker() -> Worker | None:
 
 
 class Worker:
-    """A Ray Train worker, for use in the thread of its training loop."""
+    """The Ray Train worker in this process; use it only in the thread of the training loop."""
 
     def __init__(self, train: Any, context: Any) -> None:
         self._train = train
@@ -86,7 +86,7 @@ class Worker:
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics, and optionally a checkpoint in Ray's storage without copying it; wait for all workers."""
+        """Report metrics and, optionally, a checkpoint in Ray's storage, which is not copied; wait for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -97,7 +97,7 @@ class Worker:
 
 
 def _location(filesystem: Any, path: str) -> Location:
-    """Convert a path in a pyarrow file system to a location, with an object store URL if that is equivalent."""
+    """Convert a path in a pyarrow file system to a location, using an object store URL if it is equivalent."""
     type_name = filesystem.type_name
     if type_name in _SCHEMES:
         options = filesystem.__reduce__()[1][0]  # pyarrow exposes its options only for pickling
@@ -119,9 +119,9 @@ def _is_service_of_urls(type_name: str, options: Mapping[str, Any]) -> bool:
 
 
 def is_drained() -> bool:
-    """True if Ray has announced that it will take away a node of this run."""
-    # ``ray.train.get_preemption_info`` is a barrier across all workers, too slow for every step. This reads the local
-    # value instead.
+    """True if Ray has announced that it will remove a node of this run."""
+    # This reads the local value, because ``ray.train.get_preemption_info`` is a barrier across all workers, which is
+    # too slow for every step.
     context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
     try:
         return context is not None and context.get_train_context().preemption_context.preemption_info is not None
@@ -138,12 +138,12 @@ class WorkerSignal(PreemptionSignal):
 
     @property
     def is_agreed(self) -> bool:
-        """Always False: JAX's own signal handler is replaced, and does not know about drained nodes."""
+        """Always False, because JAX's own signal handler is replaced and would not detect drained nodes."""
         return False
 
     @property
     def received(self) -> bool:
-        """Whether a signal has arrived, or Ray has announced that it will take a node away."""
+        """True if a signal has arrived or Ray has announced that it will remove a node."""
         if self._received is None and is_drained():
             self.request(DRAINED)
         return super().received
@@ -164,7 +164,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # a Ray Train actor runs any function passed to its execute method in its main thread
+            # A Ray Train actor runs functions that are passed to its execute method in its main thread.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:

@@ -1,6 +1,6 @@
-"""Use TensorStore to read arrays from other writers: zarr 2 and 3, in OCDBT databases or plain directories.
+"""Use TensorStore to read zarr 2 and zarr 3 arrays from other libraries, in OCDBT databases or plain directories.
 
-All arrays are opened concurrently, and read concurrently within a limit on the bytes in flight.
+All arrays are opened concurrently and then read concurrently, with a limit on the bytes in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 def _s3_spec(bucket: str) -> dict[str, Any]:
     """Return the TensorStore spec for an S3 bucket, with the same endpoint and credentials as ``Location``."""
-    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred: imports asyncio and ssl
+    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred because it loads asyncio and ssl
 
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
@@ -71,8 +71,8 @@ def _s3_spec(bucket: str) -> dict[str, Any]:
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     elif region:
         spec["aws_region"] = region
-    # Not the default chain if the environment has credentials: it tries files and the network first, and logs a warning
-    # for each miss. TensorStore 0.1.86 finds a profile only if it is given the name.
+    # If the environment has credentials, the default chain is not used, because it tries files and the network first
+    # and logs a warning for each miss. TensorStore 0.1.86 finds a profile only if its name is given.
     given = "AWS_ACCESS_KEY_ID" in os.environ
     spec["aws_credentials"] = {"type": "environment"} if given else {"type": "default", "profile": chosen_profile()}
     return spec
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 class OpenedArrays:
-    """Opened arrays, of which only the metadata has been read; ``failed`` maps the names of the others to reasons."""
+    """Opened arrays, whose data has not been read; ``failed`` gives the reason for each array that cannot be opened."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently, and pass each with its index to ``use``; return names and errors."""
+        """Read arrays or boxes concurrently, and pass their index and data to ``use``; return names and errors."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -169,7 +169,7 @@ class OpenedArrays:
 
 
 def reason(error: Exception, location: Location) -> str:
-    """Return the reason why an array cannot be read; if the storage itself failed, raise that error."""
+    """Return the reason why an array cannot be read; raise the storage's error if the storage itself failed."""
     mapped: HoldfastError = map_status(error, location.url, "read")
     if isinstance(mapped, _OF_STORAGE):
         raise mapped from error
@@ -177,8 +177,8 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read for boxes of an array: their bounding box if at least half full, or else each box."""
-    # one read of the bounding box avoids decoding a shared chunk once per box
+    """Return the regions to read: the bounding box if the boxes fill at least half of it, otherwise each box."""
+    # Reading the bounding box avoids decoding a shared chunk once per box.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
         return wanted
@@ -197,11 +197,11 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
 
 
 class ProcessDatabases:
-    """Per-process databases, each with the parts that its process saved, without a common index."""
+    """Per-process databases without a common index; each contains the shards that its process saved."""
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
-        self._folders: dict[str, Location] = {}  # maps each key to its folder; the first one for a replicated part
+        self._folders: dict[str, Location] = {}  # maps each key to its folder, or to the first one if replicated
         for folder in folders:
             try:
                 with naming(folder):
@@ -215,7 +215,7 @@ class ProcessDatabases:
     def spec(self, name: str) -> dict[str, Any]:
         """Return the TensorStore key-value store spec for the directory of an array."""
         begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # "0" comes right after "/"
-        # Without a layer for all keys, TensorStore does not report missing parts, and returns uninitialized memory.
+        # Without a layer for all keys, TensorStore would silently return uninitialized memory for missing chunks.
         layers: list[dict[str, Any]] = [{"base": {"driver": "ocdbt", "base": directory_spec(self._first)}}]
         layers += [
             {"exact": key, "base": {"driver": "ocdbt", "base": directory_spec(self._folders[key]), "path": key}}
@@ -226,7 +226,7 @@ class ProcessDatabases:
 
 
 def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Map arrays to the missing or truncated files in their OCDBT database, because TensorStore only names a key."""
+    """Return the missing or truncated OCDBT files of each array, because TensorStore's errors name only a key."""
     if not names:
         return {}
     try:
@@ -253,7 +253,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
 
 
 def _size(file: Location) -> float | str:
-    """Return the size of a local file in bytes, infinity for a remote one, or the reason why it cannot be opened."""
+    """Return a local file's size in bytes, infinity for a remote file, or the reason why it cannot be opened."""
     try:
         with file.open_data() as data:
             return data.size if file.is_local else math.inf

@@ -26,7 +26,7 @@ from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the directory name while a save is unfinished
-# Marker file of a finished save on Google Cloud Storage, where directories cannot be renamed.
+# This file marks a finished save on Google Cloud Storage, where directories cannot be renamed.
 COMMITTED = "commit_success.txt"
 
 _STEP = re.compile(r"(?:(.+)_)?([0-9]{1,18})")
@@ -35,7 +35,7 @@ METRICS_FOLDER = "metrics"
 ONLY_ITEM = "default"  # item name if a manager saves a single item
 _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-# The item that lists the devices of every process, written by managers that checkpoint to the local disk of each host.
+# This item lists the devices of every process. Managers that save to the local disk of each host write it.
 _PROCESSES = "process_metadata"
 RUN_METADATA = "metadata"  # folder with the custom metadata of the run, next to the steps
 RUN_METADATA_FILE = "_ROOT_METADATA"
@@ -67,7 +67,7 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             handlers_by_item: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            # item names come from an untrusted file: reject those that would lead out of the directory
+            # Item names come from an untrusted file, so names that would lead out of the directory are rejected.
             noted = {name for name in handlers_by_item if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
             for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use the most common prefix."""
+    """Find directories named ``<step>`` or ``<prefix>_<step>``; if prefixes differ, only the most common one counts."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 
@@ -149,7 +149,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the custom metadata of the run: a member of the JSON file, or the whole file in earlier versions."""
+    """Return the run's custom metadata, which is a member of a JSON file or, in earlier versions, the whole file."""
     folder = location / RUN_METADATA
     for name in (RUN_METADATA_FILE, "metadata"):
         if (folder / name).is_there():
@@ -173,7 +173,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """True if a directory is a tree without items, or the metadata files show that it was one."""
+    """True if a directory contains a tree instead of items, even if only its metadata files are left."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     file = location / AGGREGATE_FILE
@@ -196,7 +196,7 @@ def _may_be_item(name: str) -> bool:
 
 
 def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
-    """Return the kind and the files of an item; None for a folder that is not an item."""
+    """Return the kind and the files of an item; None if the folder is not an item."""
     entries = {entry.name: entry.is_directory for entry in folder.entries()} if listed else {}
     for name in _KEYS:
         if entries.get(name):
@@ -210,7 +210,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
             return _Item(JSON, folder, file=name)
     if not handler and not entries:
         return None
-    # Orbax records only saved items, so keep one whose files are gone: reading it raises an error that names the file.
+    # Keep an item that is recorded but whose files are gone, so that reading it raises an error that names the file.
     if "Json" in handler:
         return _Item(JSON, folder, file=_JSON_FILES[0])
     if any(text in handler for text in ("PyTree", "Standard", "Array", "RandomKey")):

@@ -1,6 +1,6 @@
-"""Export to Orbax: write copies of any checkpoint, or make holdfast checkpoints readable by Orbax in place.
+"""Export copies of any checkpoint to Orbax, or make holdfast checkpoints readable by Orbax in place.
 
-A plan describes how Orbax stores a tree: as arrays, with JSON files next to them.
+A plan describes how Orbax stores a tree as arrays with JSON files next to them.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
 _SEQUENCE, _MAPPING = 1, 2  # Orbax key types
-# Not "jax.Array": without a template, Orbax restores such a leaf only if target devices are given. With a template,
-# either kind can be restored as the other.
+# "jax.Array" is not used because, without a template, Orbax restores such leaves only if target devices are given. With
+# a template, either type can be restored as the other.
 _ARRAY = "np.ndarray"
 _EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
 _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 
-_Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its key type
-# Writes the given leaves of a tree to a folder, under the given names, and reports progress in bytes.
+_Keys = tuple[tuple[str, int], ...]  # the keys of a path, each with its key type
+# Writes leaves of a tree to a folder under the given names, and reports progress in bytes.
 WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf], Callable[[int], None]], None]
 
 
 class OrbaxPlan:
-    """How Orbax stores a tree; raises a single error that lists all leaves that Orbax cannot store."""
+    """A plan for storing a tree in Orbax; the constructor raises one error that lists all unsupported leaves."""
 
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
         self.entries: dict[str, Any] = {}  # content of ``tree_metadata`` in the ``_METADATA`` file
@@ -204,8 +204,8 @@ def export_orbax(
     progress: Progress,
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
-    """Export copies of checkpoints to Orbax; return each checkpoint with its copy, its step and its trees."""
-    # A single tree becomes a directory for a `StandardCheckpointer`, and steps become one for a `CheckpointManager`.
+    """Export copies of checkpoints to Orbax; return each checkpoint with its copy, step, and trees."""
+    # A single tree is exported for use with a `StandardCheckpointer`, and steps for use with a `CheckpointManager`.
     # Integer keys become strings, because Orbax supports only string keys.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
@@ -243,25 +243,25 @@ def _refuse_existing(target: Location) -> None:
 def add_orbax_metadata(
     source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
 ) -> list[Location]:
-    """Make holdfast checkpoints readable by Orbax in place: add Orbax metadata next to the data.
+    """Make holdfast checkpoints readable by Orbax in place, by adding Orbax metadata next to the data.
 
-    No array is copied, and holdfast still reads the checkpoints as before. Orbax finds the items by name:
-    ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
+    No array is copied, and holdfast can still read the checkpoints. Orbax restores the items by name, with
+    ``StandardCheckpointer().restore(path / "state")`` or ``CheckpointManager(run).restore(step,
     args=Composite(state=StandardRestore(template)))``.
 
-    In a multi-process program in which all processes call this, process 0 does the work and the others wait.
+    If all processes of a multi-process program call this function, process 0 does the work and the others wait.
 
     Args:
         source: A checkpoint, or a directory of steps.
-        step: Which step of a directory of steps; None selects all of them.
-        coordinator: How processes find each other, as for :func:`~holdfast.import_checkpoint`.
+        step: The step to make readable in a directory of steps; None selects all steps.
+        coordinator: Connects the processes, as for :func:`~holdfast.import_checkpoint`.
 
     Returns:
         The directories of the checkpoints.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        UnsupportedLeafError: Orbax cannot read some leaves in place; the error lists them all. Nothing was written.
+        UnsupportedLeafError: Orbax cannot read some leaves in place; the error lists all of them. Nothing was written.
         OptionError: The checkpoint was not written by holdfast.
         DamagedCheckpointError: The structure of the checkpoint fails verification.
         PeerFailedError: Process 0 failed; raised in the other processes.
@@ -301,7 +301,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
 
 
 def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Map the paths of all files except the arrays to their contents; ``folders`` maps each item to its folder."""
+    """Map the paths of all files except arrays to their contents; ``folders`` maps each item to its folder."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
     for name, folder in folders.items():

@@ -1,7 +1,7 @@
-"""Read one tree saved by Orbax: its arrays, and JSON files with the structure, the shardings and the strings.
+"""Read a tree that Orbax saved as arrays and as JSON files with the structure, the shardings, and the strings.
 
-If a JSON member is missing, assume the behavior of the versions that did not write it yet. The supported formats are
-those of orbax-checkpoint 0.5 to 0.12.
+The formats of orbax-checkpoint 0.5 to 0.12 are supported. If a JSON member is missing, the tree is read as if saved by
+an older version that did not write the member.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ STRING = "string"
 WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
-AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions: small leaves, and placeholders for the rest
-# Value types that Orbax stores as arrays itself; "unknown" stands for an entry without a type.
+AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions, with small leaves and placeholders for others
+# Orbax itself stores these value types as arrays. "unknown" is the type of entries for which no type is recorded.
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDER = re.compile("(?:PLACEHOLDER|AGGREGATED)://(.*)", re.DOTALL)
@@ -66,14 +66,14 @@ _KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # PRNG implementation by length of t
 
 
 class Parameter(NamedTuple):
-    """One entry of the tree: a leaf, or an empty container."""
+    """An entry of the tree, which is a leaf or an empty container."""
 
     path: Path  # its keys; int for list and tuple indices
     value_type: str  # Orbax value type: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
 
     @property
     def name(self) -> str:
-        """The name under which Orbax stores the entry; not necessarily unique."""
+        """The name under which Orbax stores the entry, which is not necessarily unique."""
         return ".".join(map(str, self.path))
 
 
@@ -111,7 +111,7 @@ def _member(value: Any, *names: str) -> Any:
 
 
 def _path(keys: Any, text: str) -> Path | None:
-    """Parse the path of an entry from its key list, or else from its name (the repr of a tuple); None if invalid."""
+    """Parse an entry's path from its key list or, without one, from its name (the repr of a tuple); None if invalid."""
     if keys is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             parsed = ast.literal_eval(text)
@@ -143,7 +143,7 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
 
 
 def read_shardings(folder: Location) -> dict[str, Details]:
-    """Map array names to shardings, if they can be parsed; the shardings are for display only."""
+    """Return the shardings that can be parsed, keyed by array name; they are used only for display."""
     shardings: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -170,8 +170,8 @@ def _sharding(fields: Any) -> Details | None:
 class OrbaxTree(OtherTree):
     """An Orbax tree in a folder; namedtuples and custom nodes are read as dictionaries, tuples as lists."""
 
-    # ``bare``: a single array, which Orbax saves as a one-entry tree. ``processes``: the number of processes if each
-    # saved its own parts to its local disk; the folder contains the parts that were copied into it.
+    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. ``processes`` is the
+    # number of processes if each saved to its local disk; the folder then contains the shards that were copied there.
 
     def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location
@@ -229,7 +229,7 @@ class OrbaxTree(OtherTree):
         return self._read_parts(parts, lambda _index, array: advance(array.nbytes))
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        """Drop leaves that may be empty containers if the template has no such leaves."""
+        """Drop leaves that may be empty containers, unless the template has leaves with the same names."""
         kept = set(names)
         optional = {leaf.name for leaf in self.leaves if OPTIONAL in leaf.saved.details}
         return TreeSource.for_template(without_leaves(self, optional - kept), names)
@@ -344,7 +344,7 @@ class OrbaxTree(OtherTree):
     def _saved(self, name: str, stored: str, value_type: str) -> Saved:
         """Describe a leaf by its Orbax value type; record it in ``unreadable`` if it cannot be read."""
         if value_type == NONE:
-            # Orbax writes empty namedtuples, such as the states of many optax transformations, as None too.
+            # Orbax also writes empty namedtuples, such as the states of many optax transformations, as None.
             return Saved({"kind": "none", OPTIONAL: True})
         if value_type == WITHOUT_DATA:
             return Saved({"kind": PLACEHOLDER})
@@ -388,7 +388,7 @@ def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _placeholder(value: Any) -> str | None:
-    """Return the leaf name in a placeholder, which stands for a leaf stored elsewhere; None for any other value."""
+    """Return the name in a placeholder for a leaf that is stored elsewhere; None for any other value."""
     match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else match[1]
 

@@ -1,9 +1,9 @@
 """Find TensorFlow checkpoints by prefix, file or directory.
 
-A checkpoint is named by its prefix, ``dir/ckpt-5``, as in TensorFlow, or by one of its files. TensorFlow records the
-newest checkpoint of a directory in the file ``checkpoint``: the message ``CheckpointState`` of
-``tensorflow/python/training/checkpoint_state.proto`` in text format. Its paths may come from another machine, so only
-the last component is used, as the name of a checkpoint in the same directory.
+A checkpoint is identified by its prefix, such as ``dir/ckpt-5``, as in TensorFlow, or by one of its files. TensorFlow
+records the newest checkpoint of a directory in the file ``checkpoint``, which contains a ``CheckpointState`` message
+(``tensorflow/python/training/checkpoint_state.proto``) in text format. Its paths may come from another machine, so
+only the last component is used, as the name of a checkpoint in the same directory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map numbers to checkpoints ``<name>-<number>`` that share the newest one's name, or else the most common name."""
+    """Map numbers to checkpoints ``<name>-<number>`` with the newest one's name or, failing that, the most common."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -182,13 +182,13 @@ def ends_as_table(file: Location) -> bool:
 
 
 _NOTES = b"model_checkpoint_path:"
-# The first entry of a V1 table: no shared key prefix, an empty key, and a value that begins with field 1, ``meta`` of a
-# ``SavedTensorSlices`` in ``tensorflow/core/util/saved_tensor_slice.proto``.
+# The first entry of a V1 table has no shared key prefix, an empty key, and a value that begins with field 1, the
+# ``meta`` of a ``SavedTensorSlices`` message (``tensorflow/core/util/saved_tensor_slice.proto``).
 _FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Raise FormatVersionError for a "V1" checkpoint of TensorFlow before 0.12: a single table, or one per shard."""
+    """Raise FormatVersionError for a "V1" checkpoint (one table, or one per shard) of TensorFlow before 0.12."""
     prefix = location
     try:
         if names:
@@ -197,7 +197,7 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                 return
             prefix = location / newest
         shard = re.compile(re.escape(prefix.name) + "-[0-9]{5,}-of-[0-9]{5,}")
-        # do not list an object store just for this error
+        # Listing an object store would be too expensive just for this error.
         beside = prefix.parent.entries() if names or (prefix.is_local and not prefix.exists()) else ()
         shards = sorted(entry.name for entry in beside if shard.fullmatch(entry.name))
         for file in (prefix, *(prefix.parent / name for name in shards[:1])):
@@ -207,5 +207,5 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                     "which is not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that "
                     "writes the format with .index and .data files"
                 )
-    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError: not a regular file
+    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError is raised if it is not a regular file.
         return

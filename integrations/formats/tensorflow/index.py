@@ -1,13 +1,13 @@
-"""Decode the index file of a TensorFlow checkpoint: a table with one message per tensor. Pure: bytes in, entries out.
+"""Decode the index file of a TensorFlow checkpoint, a table with one message per tensor, without any I/O.
 
-A protocol buffer message is a sequence of fields, each a tag (field number and wire type) and a value
-(https://protobuf.dev/programming-guides/encoding). The messages are ``BundleHeaderProto`` and ``BundleEntryProto`` of
-``tensorflow/core/protobuf/tensor_bundle.proto``, and those of ``tensor_shape.proto``, ``tensor_slice.proto`` and
-``versions.proto`` in ``tensorflow/core/framework``.
+A protocol buffer message is a sequence of fields, each of which has a tag (field number and wire type) and a value
+(https://protobuf.dev/programming-guides/encoding). The messages are defined in
+``tensorflow/core/protobuf/tensor_bundle.proto`` (``BundleHeaderProto`` and ``BundleEntryProto``) and, in
+``tensorflow/core/framework``, in ``tensor_shape.proto``, ``tensor_slice.proto`` and ``versions.proto``.
 
-The table is a LevelDB table (https://github.com/google/leveldb/blob/main/doc/table_format.md): data blocks, each with a
-checksum, an index block that locates them, and a footer that locates the index block. Old checkpoints compress blocks
-with snappy: the uncompressed length, then literals and copies of earlier bytes
+The table is a LevelDB table (https://github.com/google/leveldb/blob/main/doc/table_format.md). It consists of data
+blocks with checksums, an index block that locates them, and a footer that locates the index block. Old checkpoints
+compress blocks with snappy, which stores the uncompressed length, then literals and copies of earlier bytes
 (https://github.com/google/snappy/blob/main/format_description.txt).
 """
 
@@ -33,7 +33,7 @@ _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
 _KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, relative to the file
 _KEYS_SMALL = 1 << 20  # bytes; a total key size that is always accepted
-_RATIO = 24  # maximum compression ratio: a copy of 64 bytes is encoded in three
+_RATIO = 24  # maximum compression ratio; a copy of 64 bytes takes three bytes
 STRING, VARIANT = 7, 21
 _VERSION = 1  # the supported format version
 _LARGEST = 1 << 62
@@ -189,7 +189,7 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 
 def ordered(number: int) -> bytes:
-    """Encode a signed integer for a slice key: the bytes sort like the numbers, and small numbers take fewer."""
+    """Encode a signed integer for a slice key, in which bytes sort like numbers and small numbers take fewer bytes."""
     length = (~number if number < 0 else number).bit_length() // 7 + 1
     marks = ((1 << length) - 1) << (7 * length)  # as many leading one bits as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
@@ -263,7 +263,7 @@ class _Handle(NamedTuple):
 
 
 def masked(crc: int) -> int:
-    """Mask a CRC as it is stored: rotated, plus a constant, because a CRC of data that contains CRCs would be weak."""
+    """Mask a CRC for storage by rotating it and adding a constant, because CRCs of data that contains CRCs are weak."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 

@@ -1,11 +1,11 @@
-"""Read the files of a TensorFlow checkpoint, and build a tree of its values with the object graph.
+"""Read the files of a TensorFlow checkpoint, and build a tree from its values and object graph.
 
-The files are an index and data files next to it, in the format of ``tensorflow/core/util/tensor_bundle`` ("V2"). A
-checkpoint is named by a prefix, ``dir/ckpt-5``; its files are ``dir/ckpt-5.index`` and numbered data files,
-``dir/ckpt-5.data-00000-of-00001``.
+A checkpoint is identified by a prefix, such as ``dir/ckpt-5``. Its files are the index ``dir/ckpt-5.index`` and
+numbered data files, such as ``dir/ckpt-5.data-00000-of-00001``, in the format of
+``tensorflow/core/util/tensor_bundle`` ("V2").
 
-The graph is the message ``TrackableObjectGraph`` of ``tensorflow/core/protobuf/trackable_object_graph.proto``. Values
-are named by the shortest path to their object: ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``, or, for optimizer slots,
+The graph is a ``TrackableObjectGraph`` message (``tensorflow/core/protobuf/trackable_object_graph.proto``). Values are
+named by the shortest path to their object, as in ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE`` or, for optimizer slots,
 ``net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE``. In edge names, ``.`` is escaped as ``..`` and ``/``
 as ``.S``.
 """
@@ -50,7 +50,7 @@ _SMALL = 1 << 20  # bytes; padded arrays up to about this size are always accept
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
-    """Return text as one leaf; variants, and text that a numpy bytes array cannot hold, become lists of leaves."""
+    """Return text as one leaf; variants and text that a numpy bytes array cannot hold become lists of leaves."""
     shape = entry.shape
     if not shape:
         return texts[0]
@@ -71,7 +71,7 @@ def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode a string tensor: the lengths with a checksum, then the text; verify both checksums."""
+    """Decode a string tensor, which stores all lengths before the text, and verify both of its checksums."""
     if not data and not entry.count:
         return []
     cursor = Cursor(data, "its text")
@@ -154,7 +154,7 @@ class Bundle:
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
-        """Reject string tensors that claim more bytes than the files have, before reading them."""
+        """Reject string tensors that claim more bytes than the files contain, before any text is read."""
         texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
         files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
         sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
@@ -246,7 +246,7 @@ GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # name of the tensor that holds the 
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # attribute name of an object with a single value
 _SLOTS = "slots"  # parent key of optimizer slots, as in graphs saved by holdfast
-_SHARING = 16  # limit on the average number of objects that share a value; two in practice
+_SHARING = 16  # limit on the average number of objects that share a value, which is two in practice
 _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 
@@ -289,7 +289,7 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dict[str, Any]:
-    """Convert an object graph to a holdfast document; only single-value objects have no ``.ATTRIBUTES`` edge."""
+    """Convert an object graph to a holdfast document; objects other than single values get an ``.ATTRIBUTES`` edge."""
     keys = sorted(names)
     documents: list[dict[str, Any]] = [{} for _ in nodes]
     owners: dict[str, int] = {}
@@ -328,7 +328,7 @@ def _node(message: bytes) -> ObjectNode:
     for number, value in fields(message):
         if number not in (1, 2, 3):
             continue
-        parts = dict(fields(content(value)))  # the last one of repeated fields wins
+        parts = dict(fields(content(value)))  # if a field is repeated, the last value wins
         if number == 1:
             node.children[text(parts.get(2, b""))] = signed(parts.get(1, 0))
         elif number == 2:
@@ -339,7 +339,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensor names of an attribute: the exact name, or, for a lookup table, all names with this prefix."""
+    """Yield the tensor names of an attribute: the exact name or, for a lookup table, all names with this prefix."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
@@ -360,7 +360,7 @@ Path = tuple[str, ...]
 
 
 class BundleTree(StoredTree, NamedVariables):
-    """The values of a checkpoint, as a tree and keyed by TensorFlow name, with their object graph."""
+    """The values of a checkpoint, accessible as a tree or by TensorFlow name, with their object graph."""
 
     variables: NamedVariables  # refers to the tree itself
     _bundle: Bundle
@@ -442,7 +442,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Change paths so that no value is below another: TensorFlow 1 stores the ``Adam`` slot of ``w`` as ``w/Adam``."""
+    """Change paths so that no value is below another, as the slot ``w/Adam`` is below ``w`` in TensorFlow 1."""
     values = set(paths.values())
     arranged = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(arranged.values())
@@ -453,7 +453,7 @@ def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _beside(path: Path, values: Collection[Path]) -> Path:
-    """Return a path that does not pass through a value: join the keys from the value on into one."""
+    """Return a path that does not pass through a value, by joining the keys from the value onward into one."""
     for length in range(1, min(len(path), MAX_DEPTH)):
         if path[:length] in values:
             return (*path[: length - 1], "/".join(path[length - 1 :]))

@@ -4,8 +4,8 @@
 names and attributes are read, and nothing is imported. Nested keys are restored if the metadata contains their paths,
 which the default planner writes; otherwise, the whole name of an entry is one key.
 
-Processes that saved without a common plan (``use_collectives=False``) each wrote a file ``__<rank>.metadata``
-and their own copies of replicated entries. The parts from all processes form the tree; the copies must be equal.
+If processes save without a common plan (``use_collectives=False``), each one writes a file ``__<rank>.metadata`` and
+its own copies of replicated entries. The tree consists of the shards from all processes; copies must be equal.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _METADATA_LIMIT = 1 << 30  # bytes
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
-# torch's ZStandard extension, any 1.x version
+# Matches any 1.x version of torch's ZStandard extension.
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
-_FRAMES = 8  # maximum number of zstd frames per entry: one, and empty ones added by flushes
+_FRAMES = 8  # maximum number of zstd frames per entry; flushes add empty frames
 _RATIO = 1 << 16  # maximum compression ratio
 _ARCHIVE = 1 << 20  # bytes; maximum overhead of a single-tensor archive
 
@@ -123,7 +123,7 @@ def _files_of_ranks(location: Location, names: frozenset[str]) -> list[str]:
 
 
 class _Folder:
-    """The data files of a folder, with a cache of open ones."""
+    """The data files of a folder, with a cache of open files."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -184,7 +184,7 @@ class _Folder:
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
     def _part(self, name: str, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-        """Find a tensor at an extent, which is a torch archive or a safetensors file that several tensors share."""
+        """Locate a tensor in an extent, which is a torch archive or a safetensors file that several tensors share."""
         if extent.is_compressed:
             return self._compressed_part(name, extent, dtype, shape)
         tensors = self._headers.get((extent.file, extent.offset))
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name, the path and the content of every entry: a tensor, or the extent of another object."""
+    """Return the name, path, and content of every entry; the content is a tensor or another object's extent."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
@@ -286,7 +286,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
-            continue  # all processes with an empty shard may refer to the same extent
+            continue  # processes with empty shards may all refer to the same extent
         if start in parts:  # a small pickle could repeat a part many times, and every repetition would be read
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
@@ -294,7 +294,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
 
 
 def _checked(name: str, stored: Any, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-    """Return the part that holds a tensor, after checking that its dtype and shape match the metadata."""
+    """Return the stored part of a tensor after checking that its dtype and shape match the metadata."""
     if not isinstance(stored, StoredArray):
         raise DamagedCheckpointError(f"{extent.file} does not hold the tensor {name!r:.200}")
     part = stored.whole()
@@ -373,9 +373,9 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
 
 # ---- folders written by torch, and read back to verify them
 #
-# The save plan contains tensors without memory, and the planner reads an array when torch asks for its data. torch
-# keeps all arrays of a file in memory until it is written, so only a small tree becomes a single file. In a large
-# tree, each array gets its own file, so that at most two arrays are in memory.
+# The save plan contains tensors without memory, and the planner reads an array when torch needs its data. Because torch
+# holds all arrays of a file in memory until the file is written, only a small tree is written as a single file. In a
+# large tree, each array gets its own file, so at most two arrays are in memory at a time.
 
 _ONE_FILE = 256 << 20  # bytes; maximum size of a tree that is written as a single file
 
@@ -423,7 +423,7 @@ def export_dcp(source: TreeSource, destination: Location) -> None:
                 library.save(tree, storage_writer=writer, planner=Planner(), **options)
         except library.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            # closing torch's archive masks the original I/O error
+            # Closing torch's archive masks the original I/O error.
             raise (cause.__context__ if isinstance(cause.__context__, OSError) else cause) from error
         written = recognise(partial, frozenset(entry.name for entry in partial.entries()))
         problems = ["it is not recognised"] if written is None else list(map(str, written.source.verify()))

@@ -1,11 +1,11 @@
-"""Read ``torch.save`` files, such as Lightning's ``.ckpt``, without torch or executing any code; write them with torch.
+"""Read ``torch.save`` files, such as Lightning's ``.ckpt``, without torch or code execution; write them with torch.
 
-They are zip archives of uncompressed records, one for the pickle (``data.pkl``) and one for each storage
-(``data/0``, ...), in a folder of arbitrary name (see ``torch.serialization``).
+The files are zip archives with uncompressed records for the pickle (``data.pkl``) and for each storage
+(``data/0``, ...), in a folder with an arbitrary name (see ``torch.serialization``).
 
-Containers keep their types, and tensors become arrays; the keys of a state dict, such as ``layers.0.weight``, are not
-split. Objects of other classes, which only their own code could create, are left out of Lightning checkpoints and
-reported, except in the weights and the optimizer states; there, and in all other files, loading them is an error.
+Containers keep their types, and tensors become arrays. Keys of a state dict, such as ``layers.0.weight``, are not
+split. Objects of other classes cannot be created without their code. In Lightning checkpoints, they are left out and
+reported, except in weights and optimizer states. There, and in all other files, loading them is an error.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
-    """The file does not begin with the zip magic number."""
+    """Raised if a file does not begin with the zip magic number."""
 
 
 class TorchArchive:
-    """A torch.save archive that begins at ``offset`` of a larger file; record offsets are relative to that file."""
+    """A torch.save archive at an ``offset`` in a larger file; record offsets are relative to the larger file."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -115,7 +115,7 @@ class TorchArchive:
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         if begin + info.file_size > self._size:
             raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
-        # writers that compute no checksums store zero
+        # Writers that do not compute checksums store zero.
         return Record(self._offset + begin, info.file_size, info.CRC or None)
 
     def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
@@ -205,7 +205,7 @@ _DISTRIBUTED = ".metadata"  # file that identifies a ``.ckpt`` directory saved b
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find a Lightning run's ``.ckpt`` files and their steps; the file name gives the step, or else the file itself."""
+    """Find a Lightning run's ``.ckpt`` files; steps come from file names or, if a name has none, from the file."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
@@ -222,23 +222,23 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
                 checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
-            # a name with the step takes precedence over `last.ckpt`; Lightning appends `-v1` if a name is taken
+            # A name with the step takes precedence over `last.ckpt`. Lightning appends `-v1` if a name is taken.
             candidate = (match is not None, len(entry.name), entry.name)
             files[step] = max(candidate, files.get(step, candidate))
     return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in files.items()})
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:
-    """Unpickle the object of an archive: containers of :class:`StoredArray`, plain values and inert objects."""
+    """Unpickle the object in an archive, as containers of :class:`StoredArray`, plain values, and inert objects."""
     return unpickle(archive.pickle, BUILDERS, storage_finder(archive.records, file, archive.byte_order))
 
 
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data with `Unreadable`; if ``needed`` is given, remove them from all other members.
+    """Replace objects that are not data with `Unreadable`; if ``needed`` is given, remove them from other members.
 
-    With ``none``, None is allowed as a dictionary key, for dictionaries that are never stored as a tree.
+    ``none`` allows None as a dictionary key, for dictionaries that are never stored as a tree.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
@@ -356,7 +356,7 @@ def templates(source: TreeSource) -> list[Any]:
 
 
 def plain(torch: Any, value: Any) -> Any:
-    """Replace what ``weights_only`` rejects: defaultdicts, deques, numpy arrays and numpy scalars."""
+    """Replace objects that ``weights_only`` rejects: defaultdicts, deques, numpy arrays, and numpy scalars."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)  # the data of PRNG keys is a numpy array
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""Build the objects in torch pickles: tensors over storages, and the few other classes that are plain data.
+"""Build the objects in torch pickles: tensors, which are views of storages, and a few other classes of plain data.
 
 The builders follow the definitions in `torch._utils` and `torch._weights_only_unpickler`.
 """
@@ -56,7 +56,7 @@ def named_dtype(dtype: object) -> TorchDType:
 
 
 class Record(NamedTuple):
-    """One record of an archive: its offset in the file, its length in bytes, and its CRC-32, if it has one."""
+    """A record in an archive: its offset in the file, its length in bytes, and its CRC-32 (None if unknown)."""
 
     offset: int
     length: int
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A torch storage: a contiguous block of memory, which tensors are views of."""
+    """A torch storage: a contiguous block of memory that tensors are views of."""
 
     record: Record
     file: str
@@ -83,7 +83,7 @@ class Storage:
         *,
         elements: TorchDType | None = None,
     ) -> StoredArray:
-        """Return a tensor as a view of this storage, after checking offset, shape and strides."""
+        """Return a tensor as a view of this storage after checking the offset, shape, and strides."""
         elements = elements or self.elements
         shape, strides = sizes(size), sizes(stride)
         if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset <= _LARGEST:
@@ -167,7 +167,7 @@ def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
 
 
 class _Array(Stateful):
-    """A numpy array in a pickle: created empty, then filled by the opcode ``BUILD``."""
+    """A numpy array in a pickle, which is created empty and then filled by the opcode ``BUILD``."""
 
     def __init__(self, *_: Any) -> None:
         self.value: NDArray[Any] | Unreadable | None = None
@@ -186,7 +186,7 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """A numpy dtype in a pickle: numbers (including ml_dtypes), text or bytes; ``value`` is None if unsupported."""
+    """A numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.value: Any = None
@@ -238,7 +238,7 @@ def _device(device_type: Any, index: Any = None) -> str:
 
 
 def _typed(function: Any, tensor_type: Any, arguments: Any, state: Any) -> Any:
-    """Build a tensor with attributes: plain tensor types lose the attributes, other types become inert objects."""
+    """Build a tensor with attributes; plain tensor types lose the attributes, and other types become inert objects."""
     builder = BUILDERS.get(function) if isinstance(function, Name) else None
     if builder is None or tensor_type not in _TENSOR_TYPES:
         return Inert(tensor_type if isinstance(tensor_type, Name) else Name("torch", "Tensor"), (arguments, state))

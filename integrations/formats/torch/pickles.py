@@ -1,8 +1,8 @@
-"""Read pickles without executing code: the classes and functions that they refer to are not imported.
+"""Read pickles without executing code or importing the classes and functions that they refer to.
 
-A pickle is a program for a small stack machine. This module interprets opcodes that build data, and imports nothing:
-a name (``GLOBAL``) becomes a :class:`Name`, and calling it creates an :class:`Inert` object that only records the call,
-unless the caller gives a builder for that name. So a hostile pickle can, at worst, describe odd data.
+A pickle is a program for a small stack machine. This module interprets only the opcodes that build data. A name
+(``GLOBAL``) becomes a :class:`Name`, and calling it creates an :class:`Inert` object that only records the call, unless
+the caller provides a builder for that name. At worst, a hostile pickle can therefore produce unexpected data.
 
 :mod:`pickletools` describes the opcodes of protocols 2 to 5 and decodes their arguments, without executing anything.
 """
@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class of objects made by builders that accept a state from the opcode ``BUILD``."""
+    """Base class of objects that builders return and whose state is set by the opcode ``BUILD``."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
@@ -56,8 +56,7 @@ def shown(value: Any) -> str:
 _LONGEST_INT = 1 << 23  # bits; converting longer integers to text takes Python minutes
 
 Builder = Callable[..., Any]
-"""Makes the object of a name from untrusted arguments; ValueError, TypeError and the like become
-DamagedCheckpointError."""
+"""Builds the object for a name from untrusted arguments; errors such as ValueError become DamagedCheckpointError."""
 
 _MARK = object()  # stack marker at the start of a group of values
 
@@ -79,7 +78,7 @@ def unpickle(
         return machine.pop()
     except DamagedCheckpointError:
         raise
-    # Warning: pickletools warns about names with backslashes, and a program may turn warnings into errors
+    # Warning is included because pickletools warns about backslashes in names, and programs may turn it into an error.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, Warning) as error:
         raise DamagedCheckpointError(f"the pickle is damaged at byte {content.tell()}: {error}") from error
 
@@ -137,7 +136,7 @@ class _Machine:
     def name(self, module: Any, attribute: Any) -> None:
         if type(module) is not str or type(attribute) is not str:
             raise ValueError("a name in it is not text")
-        # protocol 2, which torch writes, uses the Python 2 name of this module
+        # Protocol 2, which torch writes, uses the Python 2 name of this module.
         self.stack.append(Name("builtins" if module == "__builtin__" else module, attribute))
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> None:
@@ -185,7 +184,7 @@ class _Machine:
         self.update(items)
 
     def key(self, value: Any) -> Any:
-        # hashing nested shared tuples takes exponential time, and deep ones would overflow the interpreter's stack
+        # Hashing nested shared tuples takes exponential time, and deep nesting would overflow the interpreter's stack.
         inner = value if type(value) is tuple else (value,)
         if any(isinstance(item, tuple | frozenset) and type(item) is not Name for item in inner):
             raise ValueError("it has a key, or an element of a set, that is a container of containers")
@@ -205,7 +204,7 @@ class _Machine:
 _PUSHED = frozenset({"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}) | {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 }
-# Actions of the other opcodes, called with the argument; STOP at the end leaves the result on the stack.
+# Actions for the other opcodes, called with the opcode's argument. STOP leaves the result on the stack.
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda *_: None),
     **dict.fromkeys(("LONG1", "LONG4"), _Machine.integer),
