@@ -1,4 +1,4 @@
-"""Walk live objects, finding every object once, under the shortest path to it."""
+"""Walk live objects, and find each of them once, under its shortest path."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # for each optimizer group, its parameters in the graph
+    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters in the graph, for each optimizer group
     number: int = -1  # node number in the saved document
-    outside: bool = False  # whether the value is saved elsewhere, and the node only names the object
+    outside: bool = False  # whether the value is saved elsewhere and the node only names the object
 
     @property
     def has_value(self) -> bool:
@@ -43,8 +43,8 @@ class LiveNode:
 
 @dataclass(slots=True)
 class LiveGraph:
-    nodes: list[LiveNode]  # by distance from the root; optimizer values come last
-    skipped: dict[Path, str]  # unsaved objects, each with the reason
+    nodes: list[LiveNode]  # sorted by distance from the root, with optimizer values last
+    skipped: dict[Path, str]  # reasons why objects are not saved, keyed by path
 
     @property
     def notes(self) -> dict[Path, str]:
@@ -57,7 +57,7 @@ class LiveGraph:
 
     @property
     def own_states(self) -> list[Path]:
-        """The paths of objects that 0.1.0 did not save: module states, enums, optimizers inside optimizers."""
+        """The paths of objects that 0.1.0 did not save: module states, enums, and optimizers inside optimizers."""
         paths = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         optimizers = [node for node in self.nodes if node.optimizer is not None]
         return paths + [child.path for node in optimizers for name, child in node.edges.items() if name != GROUPS]
@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Nodes beyond the ends of the graph only name parameters for its optimizers.
+    # Nodes below an object at which the graph ends only identify parameters for its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
@@ -97,7 +97,7 @@ def walk(
 def check(root: Node | Part) -> None:
     """Raise UnsupportedLeafError if a reachable object can be neither saved nor restored."""
     with collection_paused():
-        walk(root, tensors=False)  # tensors can always be saved
+        walk(root, tensors=False)  # skip tensors, which can always be saved
 
 
 class _Walk:
@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The state of the outermost module that has its own includes all buffers and the states of inner modules.
+            # The state of the outermost module that has its own state includes all buffers and inner states.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
