@@ -96,7 +96,6 @@ class RestoreReport:
         ]
 
     def _note(self, misfits: Misfits) -> None:
-        """Add the mismatches to ``misfits``."""
         misfits.missing((*self.missing, *self.missing_values))
         misfits.surplus((*self.pending, *self.unused, *self.unused_values))
         for path, first, second in self.conflicts:
