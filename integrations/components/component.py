@@ -108,7 +108,7 @@ class Checkpointable:
             overwrite: Replace an existing component tree. After a crash, either the old or the new tree is intact.
             layout: Sizes of chunks and data files, and the compression of chunks, as in ``hf.Layout(compression=3)``.
             use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
-            step: The step number to record, for ``holdfast ls`` on a directory of steps such as ``runs/x/1200``.
+            step: The step number that ``holdfast ls runs/x`` shows if ``path`` is a directory like ``runs/x/1200``.
             metrics: Metrics to store with the checkpoint, as numbers by name.
             coordinator: The coordinator of the processes. None uses jax.distributed or torch.distributed if either is
                 initialized; ``hf.processes.Alone()`` saves the components of this process alone.
@@ -123,7 +123,7 @@ class Checkpointable:
             CheckpointExistsError: Something already exists at the path.
             StorageConflictError: Another save to the same path has started in the meantime.
             StorageError: The storage rejected the write; the previous tree is intact.
-            PeerFailedError: Process 0, which saves for all processes, failed.
+            PeerFailedError: With several processes, process 0 failed to save.
         """
         refuse_unknown("save_to_path", unknown, Checkpointable.save_to_path)
         location = None if path is None else as_location(path, filesystem=filesystem, writes=True)

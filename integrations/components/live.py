@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the matching objects in containers (and modules, with ``objects``), each with the path of keys to it."""
+    """Yield the matching objects in containers (with ``objects``, also in modules), each with the keys to it."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):

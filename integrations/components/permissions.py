@@ -26,7 +26,7 @@ _renamed: dict[str, Any] = {}
 
 
 def was_main(path: str, cls: type) -> bool:
-    """True if an import path refers to a class as part of the main program."""
+    """True if an import path refers to a class by its name in the main program."""
     return path == f"{_MAIN}{cls.__qualname__}"
 
 
@@ -83,7 +83,7 @@ def _checked(path: Any) -> str:
 
 
 class Permissions:
-    """The classes and functions that a checkpoint may name in a single call."""
+    """The classes and functions that a single call allows a checkpoint to name."""
 
     def __init__(
         self,

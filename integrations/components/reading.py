@@ -263,7 +263,7 @@ def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda pa
 
 # ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
 
-# A checkpoint names their classes, but never causes an import or a call.
+# A checkpoint names the classes of such objects, but never causes an import or a call.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses registered with JAX are nodes.
 
 
@@ -306,7 +306,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
 
 
 def _import_paths(label: str, module: str) -> Iterator[str]:
-    """Yield the import paths that a dotted name may stand for, including those for a move to or from ``__main__``."""
+    """Yield the import paths that a dotted name may stand for, even if the class moved to or from ``__main__``."""
     parts = label.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[size:])

@@ -75,7 +75,7 @@ class TreeRestore:
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return saved components, keyed by the paths of their live counterparts; children come before parents."""
         origins: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # for components named here but located elsewhere in the program
+        elsewhere: dict[Path, SavedComponent] = {}  # for components named by the target but located elsewhere
 
         def visit(live: LiveComponent, saved: SavedComponent) -> None:
             for child in live.children:
@@ -123,7 +123,7 @@ class TreeRestore:
         return apply
 
     def run(self) -> RestoreReport:
-        """Restore all components, including those that the restore of others creates."""
+        """Restore all components, including those that are created during the restore."""
         try:
             live = paths_of(self.target.root)
             if not self.fresh:  # the last component needs no undo, because nothing can fail after it

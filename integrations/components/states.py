@@ -2,7 +2,7 @@
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
 the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values of
-a torch optimizer belong to the optimizer, under the parameters' paths, even if other components have the parameters.
+a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold these.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def inherited(method: F) -> F:
 
 
 def overrides(value: Any, method: str) -> bool:
-    """True if an object has its own implementation of ``get_state`` or ``set_state``, as named by ``method``."""
+    """True if an object has its own implementation of ``method``, which is ``get_state`` or ``set_state``."""
     implementation = getattr(type(value), method, None)
     # Optimizers are always walked, because the walk gives their values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
@@ -271,7 +271,7 @@ def prepare_state(
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # The report lists the values that remain.
+    restoration.progress.partial = True  # The report lists unrestored values instead.
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
@@ -368,7 +368,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():
-            with contextlib.suppress(UnsupportedLeafError):  # Such a component has its own get_state().
+            with contextlib.suppress(UnsupportedLeafError):  # A component that cannot be walked has a get_state().
                 for node in walk(component, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*component.path, *node.path))

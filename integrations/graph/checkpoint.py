@@ -39,14 +39,14 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
-    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # notified of each restore
+    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # managers to notify of each restore
     reported: Mapping[Path, str] = field(default_factory=dict)  # reasons and notes that the last save logged
-    restorations: list[Restoration] = field(default_factory=list)  # with values for objects attached later
+    restorations: list[Restoration] = field(default_factory=list)  # restores with values for objects attached later
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
 
 class Checkpoint(Node):
-    """Saves and restores the objects attached to it, by the names of the attributes that lead to them.
+    """Saves and restores attached objects, which are identified by the names of the attributes that lead to them.
 
     Objects can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
     numbers and strings, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
@@ -161,14 +161,14 @@ class Checkpoint(Node):
 
         Args:
             path: The path of a checkpoint, or of a directory whose newest checkpoint is used; None restores nothing.
-            partial: Accept unrestored values, as `RestoreStatus.expect_partial` does, even if nothing matches at all.
+            partial: Allow values to stay unrestored (see `RestoreStatus.expect_partial`), even if nothing matches.
             rename: Maps paths in the checkpoint, such as ``"net/l1"``, to paths in the program, or to pairs of a path
                 and a function to apply to the array, such as ``("net/l1/kernel", np.transpose)``.
             select: Path patterns such as ``"net/**"``; only matching values are restored.
-            exclude: Path patterns; matching values stay as they are.
+            exclude: Path patterns; matching values are left unchanged.
 
         Returns:
-            A status with the report and with methods that check whether program and checkpoint match.
+            The status of the restore, with a report and methods that check whether program and checkpoint match.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint at the path.
@@ -254,7 +254,7 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
     before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # raised for the previous save; this save is in progress or done
+    except SaveFailedError:  # the error of the previous save; the current save is in progress or done
         raise
     except BaseException:
         state.counter = before
@@ -356,5 +356,5 @@ class _GraphSaver(AsyncCheckpointer):
         record = super()._record(items)
         if self._number is None:
             return record
-        # No manager's retention policy applies to this checkpoint, so it is kept until the user deletes it.
+        # Without a manager, no retention policy applies, so the checkpoint is kept until the user deletes it.
         return replace(record, step=self._number, pinned=True, reason="saved by Checkpoint.save")

@@ -253,7 +253,7 @@ class OptimizerSlot:
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # a wrapper's load_state_dict() may replace its `state`, so do not keep that
+        self._optimizer = optimizer  # keep no reference to its `state`, which a wrapper's load_state_dict() may replace
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -354,8 +354,8 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
 # The state of these objects consists of their variables. As in TensorFlow, a variable or layer is named after the
-# attribute that holds it. A layer that no attribute holds, as in a Sequential model, keeps the name that the program
-# gave it, or its class name numbered within its parent, as in the files of ``save_weights``
+# attribute that holds it. A layer that no attribute holds, as in a Sequential model, is named by the program, or else
+# by its class and a number within its parent, as in the files of ``save_weights``
 # (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). The names that Keras generates
 # (``dense_1``) are unsuitable, because they count all layers of a process.
 
@@ -439,7 +439,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
-    """Return an attribute's value with plain containers, and the ids of the variables and layers in it."""
+    """Convert an attribute's value to plain containers; return it with the ids of the variables and layers in it."""
     if id(child) in wanted:
         return child, {id(child)}
     if _kind(child) not in (None, LAYER, VARIABLE):

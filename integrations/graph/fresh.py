@@ -34,7 +34,7 @@ class _Object:
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
-        # Whether a restore can replace all elements at once if none is an array, and even if some are arrays.
+        # Whether a restore can replace all elements at once; `is_plain[True]` allows arrays among them.
         self.is_plain = is_plain(node.value, plain[0]), is_plain(node.value, plain[1], arrays=True)
         self.is_made = is_array or self.is_plain[True]
         self.is_tuple, self.is_container = isinstance(node.value, tuple), type(node.value) in PLAIN_CONTAINERS

@@ -206,7 +206,7 @@ class CheckpointManager:
                 self._steps.save(
                     number, item, force=True, custom_metadata=facts or None, save_kwargs=self._kwargs, reason=reason
                 )
-            except SaveFailedError as error:  # raised for the previous save; this save is in progress
+            except SaveFailedError as error:  # the error of the previous save; the current one is in progress
                 failed = error
         self._saving, self._last = (number, self._last), step
         self._later.discard(number)
@@ -308,7 +308,7 @@ class CheckpointManager:
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """If the last save failed, count the interval from the one before; only a single-process run can tell."""
+        """If the last save failed, count the interval from the one before. Only a single process can detect this."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None

@@ -39,7 +39,7 @@ class _Visit(NamedTuple):
 
 
 class Matching:
-    """Matches checkpoint nodes with live objects; with ``final``, the program will not create more objects."""
+    """Matches checkpoint nodes with live objects; with ``final``, no objects are expected to be attached later."""
 
     def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
@@ -47,7 +47,7 @@ class Matching:
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
         self.waiting: list[Any] = []  # holders in which the object for a saved value is missing
-        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries with their keys in the saved order
+        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
         self._final = final  # whether to create arrays that are missing from the program's containers
@@ -93,7 +93,7 @@ class Matching:
         seen: set[tuple[int, int]] = set()
         later: list[_Visit] = []
         self._slots.clear()
-        for visit in queue:  # the queue grows in the loop, and keeps all objects alive to keep their ids unique
+        for visit in queue:  # the queue grows in the loop; it keeps all objects alive, so that their ids stay unique
             number, value, view = visit.number, visit.value, visit.view
             has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
             if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
@@ -103,7 +103,7 @@ class Matching:
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # The children of an immutable container are visited at each of its paths, because each is rebuilt.
+            # An immutable container is visited at each of its paths, because it is rebuilt separately for each.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # None as well if the container holds an object that is bound elsewhere in the program.
+        # Containers with an object that is bound elsewhere in the program are excluded as well.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -144,7 +144,7 @@ class Matching:
                 slot = visit.slot  # an object that changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # from a plain state_dict()
+        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # also reads a plain state_dict()
             covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
@@ -157,7 +157,7 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # Objects appended to a list later can be restored at that time, but those appended to a deque cannot.
+            # Objects that are appended to a list later can still be restored, but not those appended to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
             # Unless their number changes, elements of a tuple and elements with other references keep their identity.
@@ -221,7 +221,7 @@ class Matching:
                     yield from self._of_optimizer(optimizer, live, path, due)
 
     def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
-        """Yield assignments of an optimizer's values for the due parameters, and of the options of their groups."""
+        """Yield assignments of an optimizer's values for the parameters in ``due``, and of their groups' options."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:

@@ -41,7 +41,7 @@ class GraphView:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return a dict from the names of an object's edges to the shortest paths to the objects that they lead to.
+        """Return the shortest paths to the objects that an object's edges lead to, keyed by edge name.
 
         Args:
             path: Any path to the object; ``""`` stands for the root.
@@ -202,7 +202,7 @@ def numbers_of(directory: Location, name: str) -> list[int]:
 def latest_checkpoint(directory: Place) -> str | None:
     """Return the path of the newest numbered checkpoint in a directory, or None.
 
-    The newest checkpoint of a name is the one with the highest number. If there are several names, the name whose
+    Among checkpoints with the same name, the newest has the highest number. If there are several names, the name whose
     newest checkpoint was committed last is used. Damaged checkpoints are skipped with a warning.
 
     Args:
@@ -253,9 +253,9 @@ def checkpoints_iterator(
 
     Args:
         directory: The directory of the numbered checkpoints; it need not exist yet.
-        min_interval_secs: The minimum time between two checkpoints that are yielded, in seconds.
+        min_interval_secs: The minimum time between two yielded checkpoints, in seconds.
         timeout: How long to wait for a new checkpoint, in seconds; None waits forever.
-        timeout_fn: Called on timeout; the iteration ends if it returns True. None ends it without a call.
+        timeout_fn: Called on timeout; the iteration ends if the result is true. If None, it ends at the first timeout.
         poll_secs: The polling interval, in seconds.
 
     Yields:

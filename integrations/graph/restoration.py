@@ -45,7 +45,7 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """The progress of a restore when the report was created.
+    """A report on the progress of a restore.
 
     A graph restore lists values by their paths, such as ``net/l1/weight``. A restore of a component tree lists
     components by their paths, with the root as ``(root)``, and their values as ``learner/p0: net/bias``.
@@ -106,7 +106,7 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The progress of a restore, including objects that are created after it.
+    """The status of a restore, including objects that are created after it.
 
     Values for objects that are created later are restored when the objects are attached, or else by `try_complete` and
     the assertions. A save never restores them.

@@ -21,15 +21,15 @@ ATTRIBUTES = "attributes"  # document key: whether the parts of Keras objects ar
 Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
 
 Rename = Mapping[str, str | tuple[str, Transform]]
-"""Maps each path in the checkpoint to a path in the program, or to a path and a function of the array. All paths below
-a renamed path are renamed with it."""
+"""Maps each path in the checkpoint to a path in the program, or to a pair of a path and a function of the array. All
+paths below a renamed path are renamed with it."""
 
 
 _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a class or function, because 0.1.0 checkpoints use former module names."""
+    """Return the current name of a class or function that 0.1.0 saved under a former module name."""
     return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
 
 
@@ -100,7 +100,7 @@ class SavedGraph:
         return number
 
     def container_name(self, number: int) -> str:
-        """Return the storage name under which a container was saved, regardless of renaming."""
+        """Return the storage name under which a container was saved, regardless of any renaming."""
         return storage_name(self.path(number)) if self._before is None else self._before.container_name(number)
 
     def unwrapped(self) -> SavedGraph:
@@ -280,7 +280,7 @@ def _segment(value: Any) -> str:
 
 
 def as_list(value: Any, count: int | None = None) -> list[Any]:
-    """Return an untrusted value if it is a list of ``count`` elements, or of any number; otherwise, raise TypeError."""
+    """Return an untrusted value if it is a list (of ``count`` elements, if given); otherwise, raise TypeError."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
     return value

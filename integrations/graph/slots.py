@@ -107,7 +107,7 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that the object's own methods save and restore, the same on all processes."""
+    """A part of an object's state that the object's own methods handle; it is the same on all processes."""
 
 
 class MemberSlot(Attachment):
@@ -133,7 +133,7 @@ class MemberSlot(Attachment):
 
 
 class PartSlot(Attachment):
-    """A part of an immutable container, which `write_slots` rebuilds only once."""
+    """A part of an immutable container, which `write_slots` rebuilds once for all changed parts."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
         super().__init__(owner.anchor, (*owner.trail, *below), value)
@@ -158,7 +158,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Restore loaders that draw from the global random generator first, so that they do not change its restored state.
+    # Loaders that draw from the global random generator come first, so that its restored state does not change.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):

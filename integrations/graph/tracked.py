@@ -128,7 +128,7 @@ class NodeState:
 
 
 class Node:
-    """A holder of named objects, which groups them in a checkpoint or takes the place of another object there.
+    """A holder of named objects, used to group them in a checkpoint or to stand in for another object.
 
     Every object assigned to an attribute is saved with the node. If a restored checkpoint has values for an attribute
     that does not exist yet, an object assigned to it later is restored immediately.
@@ -206,7 +206,7 @@ class Node:
 class Part:
     """A part of a program that names the children a walk visits."""
 
-    value: Any  # object with the children as attributes, which a restore sets
+    value: Any  # object whose attributes are the children; a restore sets them
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def forget(holder: object, restore: Resumable) -> None:
 
 
 def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
-    """Notify all restores that wait for this holder of a new object, starting with the latest restore."""
+    """Notify all restores that wait for this holder about a new object, starting with the latest restore."""
     try:
         for restore in reversed(list(holder._holdfast_pending)):
             restore.resume(holder, key)

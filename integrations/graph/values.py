@@ -109,7 +109,7 @@ class SavedValues:
         return empty | {keys.get(name, unescape_key(name)): self.build(edges[name], values, made) for name in order}
 
     def keys(self, number: int) -> dict[str, Any]:
-        """Return the keys of a saved container, by edge name."""
+        """Return the keys of a saved container, keyed by edge name."""
         if number not in self._keys:
             stored = self._container(number)
             keys = () if stored is None else stored.keys or range(len(stored.children))
@@ -305,7 +305,7 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created the value yet
         return ...
-    # Accept a saved None, and any saved number, because a value that is now a float may have started as the int 0.
+    # Accept a saved None, and a number of any type, because a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

@@ -79,14 +79,14 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Return the edges of a Keras object, with lists in a given parameter order or with the names of earlier versions.
+    # These return a Keras object's edges, in a given parameter order or under the names of earlier versions.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
 class Leaf:
-    """An object that has a value."""
+    """An object with a value, as opposed to a branch with edges."""
 
     slot: Slot
     shared: bool  # whether it is stored only once, even if several paths lead to it

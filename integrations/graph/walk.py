@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Nodes below an object at which the graph ends only identify parameters for its optimizers.
+    # Nodes beyond the ends of the graph serve only to identify the parameters of its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
