@@ -274,7 +274,7 @@ class Checkpointable:
             state: The state to restore.
 
         Raises:
-            TreeMismatchError: Shapes or dtypes do not fit, or nothing fits at all.
+            TreeMismatchError: A shape or dtype does not match, or nothing matches at all.
         """
         _give(live_tree(self), state)
 

@@ -58,7 +58,7 @@ class RestoreReport:
         pending: Values in the checkpoint that are waiting for an object to be attached.
         unused: Values in the checkpoint that the matching object in the program does not have, or components in the
             checkpoint that the program does not have.
-        unused_values: Values in the checkpoint that a restored component does not have, or that are not data.
+        unused_values: Values in the checkpoint that a restored component does not have, or that cannot be read as data.
         conflicts: Objects in the checkpoint that match two different objects in the program, each with its path in the
             checkpoint and both paths in the program.
         separate: Pairs of components that are one object in the checkpoint, but two in the program. Both were restored,

@@ -48,7 +48,7 @@ class LiveGraph:
 
     @property
     def notes(self) -> dict[Path, str]:
-        """Notes about saved objects, by path."""
+        """Notes about saved objects, keyed by path."""
         modules = [node for node in self.nodes if is_module(node.value) and keras_kind(node.value) is None]
         children = [child for node in modules for child in node.edges.values()]
         note = "is a plain {} of modules, which state_dict() does not see"
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """True for a tuple of plain values, because Python may merge equal constants into one object."""
+    """True for a tuple of plain values, which Python may merge with equal constants into one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
