@@ -1,4 +1,4 @@
-"""Component trees: each component is saved to a directory, restored alone or with its tree, and constructed from it."""
+"""Save trees of components to directories, restore trees or single components, and construct new ones."""
 
 from __future__ import annotations
 

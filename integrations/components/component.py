@@ -1,4 +1,4 @@
-"""Components: the `Checkpointable` mixin and the protocol behind it."""
+"""The `Checkpointable` base class for components, and the protocol of components."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ _logger = logging.getLogger("holdfast")
 
 @runtime_checkable
 class Component(Protocol):
-    """An object with a state that can be part of a component tree, with components of its own below it."""
+    """An object with a state that can be part of a component tree and can have components below it."""
 
     def get_state(self) -> Any:
         """Return the state, with or without the states of the components below, which are saved separately."""
 
     def set_state(self, state: Any) -> None:
-        """Restore a state or a part of one: values that are not in it stay as they are."""
+        """Restore a complete or partial state; values that are not in it are left unchanged."""
 
     def get_checkpointable_components(self) -> Iterable[tuple[str, Any]]:
-        """Return the named components below: objects like this one, modules, optimizers, or any other objects."""
+        """Return the components below with their names; any object can be one, such as a module or an optimizer."""
 
 
 class Checkpointable:
-    """Base class of components: objects that can be saved to a directory, restored from it, and constructed from it.
+    """Base class for components, which can be saved to a directory, restored from it and constructed from it.
 
-    By default, a component's state is everything reachable from its attributes (tensors, arrays, modules,
-    optimizers, numbers, text, containers, random generators, other objects), and its components are the attributes that
-    are `Checkpointable` themselves, also inside lists and dictionaries. Its constructor arguments are kept when it
-    is created. Each method may be overridden. Names in a class's ``__untracked__`` are not part of the state.
+    By default, the state of a component is everything reachable from its attributes (tensors, arrays, modules,
+    optimizers, numbers, strings, containers, random generators, other objects), and the components below it are the
+    `Checkpointable` objects among its attributes, including those in lists and dictionaries. The constructor arguments
+    are recorded when the component is created. All methods may be overridden. Attributes that the class names in
+    ``__untracked__`` are not part of the state.
 
     >>> import tempfile, numpy as np
     >>> class Policy(Checkpointable):
@@ -97,32 +98,32 @@ class Checkpointable:
     ) -> str:
         """Save this component and all components below it, each to its own directory, as one atomic checkpoint.
 
-        With several processes, process 0 saves. The others may call this, too, with the same path: they wait
-        until process 0 is done.
+        With several processes, process 0 saves. The others may also call this method with the same path, in which case
+        they wait until process 0 is done.
 
         Args:
             path: A path or URL (``memory://``, ``s3://``, ``gs://``, ``az://``, ...); None creates a new
                 temporary directory.
-            state: The state to save instead of ``get_state()``; components that are not in it are left out.
-            overwrite: Replace an existing component tree; after a crash, either the old or the new tree is complete.
-            layout: Sizes of chunks and data files, and how chunks are compressed: ``hf.Layout(compression=3)``.
-            use_msgpack: Store a component's arrays in one msgpack file, rather than in a database.
-            step: The step number, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
-            metrics: Metrics to store with the checkpoint: numbers by name.
-            coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of
-                them is initialized; ``hf.processes.Alone()`` saves the components of this process.
-            filesystem: The fsspec or pyarrow file system that contains ``path``; the returned URL then refers to it
-                in processes that have passed an equal file system.
+            state: The state to save instead of that from ``get_state()``; components that are not in it are left out.
+            overwrite: Replace an existing component tree. After a crash, either the old or the new tree is intact.
+            layout: Sizes of chunks and data files, and the compression of chunks, as in ``hf.Layout(compression=3)``.
+            use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
+            step: The step number that ``holdfast ls runs/x`` shows if ``path`` is a directory like ``runs/x/1200``.
+            metrics: Metrics to store with the checkpoint, as numbers by name.
+            coordinator: The coordinator of the processes. None uses jax.distributed or torch.distributed if either is
+                initialized; ``hf.processes.Alone()`` saves the components of this process alone.
+            filesystem: The fsspec or pyarrow file system that contains ``path``. The returned URL is valid in all
+                processes that have passed an equal file system.
 
         Returns:
-            The path or URL, which all restoring methods accept.
+            The path or URL, which can be passed to all methods that restore.
 
         Raises:
             UnsupportedLeafError: A state cannot be saved; the message names the value. Nothing was written.
-            CheckpointExistsError: Something exists at the path already.
+            CheckpointExistsError: Something already exists at the path.
             StorageConflictError: Another save to the same path has started in the meantime.
-            StorageError: The storage refused the write; the tree that was there before is intact.
-            PeerFailedError: With several processes: process 0 could not save.
+            StorageError: The storage rejected the write; the previous tree is intact.
+            PeerFailedError: With several processes, process 0 failed to save.
         """
         refuse_unknown("save_to_path", unknown, Checkpointable.save_to_path)
         location = None if path is None else as_location(path, filesystem=filesystem, writes=True)
@@ -154,26 +155,26 @@ class Checkpointable:
         filesystem: Any = None,
         **unknown: Never,
     ) -> RestoreReport:
-        """Restore this component and all components below it in place: objects keep their identity.
+        """Restore this component and all components below it in place, so that objects keep their identity.
 
         Args:
-            path: The directory of a component tree, or of one of its parts.
-            component: Restore only this component, such as ``"learner/p1"``, from the component at ``path``, which may
-                have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not the tree's.
-            keep: Path patterns such as ``"**/lr"``: matching values stay as they are. A path is the component's
-                path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
-                is an error.
-            strict: Treat it as an error if only the program or only the checkpoint has a component or value.
+            path: The directory of a component tree, or of a component in it.
+            component: Restore only the component at this path in the program, such as ``"learner/p1"``. ``path`` must
+                then be the directory of the saved component, such as ``<tree>/learner/p0``, not that of the whole tree.
+            keep: Path patterns such as ``"**/lr"``; matching values are left unchanged. The path of a value is the path
+                of its component followed by its path in the component, such as ``learner/optimizer/groups/0/lr``. A
+                pattern that matches nothing is an error.
+            strict: Raise an error if a component or value exists only in the program or only in the checkpoint.
             filesystem: The fsspec or pyarrow file system that contains ``path``.
 
         Returns:
-            The report on the restored components and values, and on the others.
+            A report on the components and values that were restored, and on those that were not.
 
         Raises:
             CheckpointNotFoundError: There is no saved component at the path.
             DamagedCheckpointError: A state fails verification; nothing was changed.
-            TreeMismatchError: There is no such component; or a state does not fit, and nothing was changed. Or, with
-                ``strict``, only one side has a value; values that both sides have were restored.
+            TreeMismatchError: There is no such component, or a state does not fit; nothing was changed. With
+                ``strict``, also raised after the restore if program and checkpoint do not match.
         """
         refuse_unknown("restore_from_path", unknown, Checkpointable.restore_from_path)
         live = live_tree(self)
@@ -199,29 +200,29 @@ class Checkpointable:
     ) -> Self:
         """Construct a component from its directory, with the saved class, arguments and state.
 
-        The saved class may be this class or one derived from it. Loaded component classes need no permission.
-        All other classes and functions that the checkpoint names must be allowed; otherwise nothing is imported or
-        constructed.
+        The saved class must be this class or a subclass. Component classes that are already imported need no
+        permission. All other classes and functions that the checkpoint names must be allowed; otherwise, nothing is
+        imported or constructed.
 
         Args:
-            path: The directory of a component tree, or of one of its parts.
-            trust: Import everything the checkpoint names. Only for checkpoints that you trust as much as your code.
+            path: The directory of a component tree, or of a component in it.
+            trust: Import everything that the checkpoint names. Only for checkpoints that you trust like your own code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
-                ``"mygame.*"``; added to those of :func:`~holdfast.components.allow`. A pattern allows objects that are
-                defined in matching modules, but not objects that these modules import from others.
-            renamed: Maps import paths in the checkpoint to the current classes, or to their import paths.
+                ``"mygame.*"``, in addition to those of :func:`~holdfast.components.allow`. A pattern allows objects
+                that are defined in matching modules, but not objects that these modules import from elsewhere.
+            renamed: Maps import paths in the checkpoint to the current classes or their import paths.
             fallback: Construct a component of this class from the overrides alone if the saved class no longer exists.
-            strict: Treat it as an error if only one side has a component or value.
+            strict: Raise an error if a component or value exists only in the program or only in the checkpoint.
             filesystem: The fsspec or pyarrow file system that contains ``path``.
-            **overrides: Constructor arguments by name, instead of the saved ones. They also win over plain values
-                of the same name in the state: attributes and optimizer options.
+            **overrides: Constructor arguments by name, which replace the saved ones. They also take precedence over
+                plain values of the same name in the state, such as attributes and optimizer options.
 
         Returns:
             The component.
 
         Raises:
             NotAllowedError: The checkpoint names a class or function that is not allowed; nothing was imported.
-            OptionError: The saved class does not derive from this one, or an override is not one of its arguments.
+            OptionError: The saved class does not derive from this one, or its constructor does not accept an override.
             CheckpointNotFoundError: There is no saved component at the path.
             DamagedCheckpointError: The component at the path fails verification.
         """
@@ -237,20 +238,20 @@ class Checkpointable:
     def get_state(
         self, components: Names | None = None, *, not_components: Names | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Return the state as a snapshot, which later changes do not affect.
+        """Return a snapshot of the state, which later changes do not affect.
 
         Args:
-            components: Include only these components below, such as ``"learner/p0"``, a list of paths, or a pattern
-                such as ``"learner/*"``; None includes all. Components above them come without their other components.
-            not_components: Exclude these components; this takes precedence over ``components``.
-            **options: Arguments for components below that have their own ``get_state``: each receives those that it
-                accepts, such as ``inference_only=True``.
+            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a pattern
+                such as ``"learner/*"``; None includes all. Components above them contribute only their own state.
+            not_components: The components to exclude; takes precedence over ``components``.
+            **options: Arguments such as ``inference_only=True`` for components below that have their own ``get_state``;
+                each of these receives the arguments that it accepts.
 
         Returns:
-            The component's own state, and the states of the components below under their names.
+            The component's own state, with the states of the components below under their names.
 
         Raises:
-            TreeMismatchError: There is no such component; the message names those that exist.
+            TreeMismatchError: There is no such component; the message lists the existing ones.
             OptionError: No component accepts one of the options.
         """
         live, own_name = live_tree(self), type(self).__qualname__
@@ -267,18 +268,18 @@ class Checkpointable:
 
     @inherited
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`get_state`, or a part of one; values that are not in it stay as they are.
+        """Restore a complete or partial state from :meth:`get_state`; values that are not in it are left unchanged.
 
         Args:
-            state: The state.
+            state: The state to restore.
 
         Raises:
-            TreeMismatchError: Shapes or dtypes do not fit, or nothing fits at all.
+            TreeMismatchError: A shape or dtype does not match, or nothing matches at all.
         """
         _give(live_tree(self), state)
 
     def get_checkpointable_components(self) -> Sequence[tuple[str, Any]]:
-        """Return the named components below: attributes that are components, also inside lists and dictionaries."""
+        """Return the components among the attributes, including those in lists and dictionaries, with their names."""
         return discovered(self)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -287,12 +288,12 @@ class Checkpointable:
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return JSON data for human readers, to be written to ``metadata.json`` with the versions, commit and time."""
+        """Return JSON data to write to ``metadata.json`` for human readers, along with versions, commit and time."""
         return {}
 
 
 def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
-    """Raise OptionError if the path of a whole tree was passed where a component's own path is needed."""
+    """Raise OptionError if the path of a whole tree was passed instead of the path of the component."""
     there = descend(saved, target.path)
     own_names = {path[:1] for path, _ in target.named()}
     names = [type(component.value).__qualname__ for component in (target, target.root)]
@@ -329,7 +330,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the states of the components below, then its own state, then those of components that this has created."""
+    """Set the states of the components below, then the component's own, then those of newly created components."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

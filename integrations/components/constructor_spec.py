@@ -1,7 +1,7 @@
-"""Constructor specs: constructor arguments as JSON, which is read without trusting its content.
+"""Encode constructor arguments as JSON (a constructor spec), and decode specs without trusting their content.
 
-JSON values stand for themselves. Every JSON object has one key, which names the kind of the value, such as
-``{"tuple": [...]}`` or ``{"component": "learner/p0"}``. A spec never holds Python code, pickled or otherwise.
+JSON scalars and lists stand for themselves. Every JSON object has a single key that names the kind of the value, as in
+``{"tuple": [...]}`` or ``{"component": "learner/p0"}``. A spec never contains Python code, pickled or otherwise.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size, in bytes, of an array that is kept as an argument
+_ARRAY_LIMIT = 1 << 20  # maximum size, in bytes, of an array argument that is kept
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
-# Tensor dtypes that numpy has as well.
+# Tensor dtypes that numpy also supports.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-_MISSING = "missing"  # kind: an argument that could not be kept
-_NUMBERS = "numbers"  # kind: a long sequence of numbers
-_NESTED = "recipe"  # kind: an object with a spec of its own
+_MISSING = "missing"  # kind of an argument that could not be kept
+_NUMBERS = "numbers"  # kind of a long sequence of numbers
+_NESTED = "recipe"  # kind of an object with a spec of its own
 
 # Returns the reference to a component in the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
@@ -70,7 +70,7 @@ class CtorArguments(Untracked):
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Copy plain containers, because the object may change them."""
+    """Copy plain containers, because the object may modify its arguments."""
     if depth > _WRITTEN_DEPTH:  # too deep to be written
         return value
     if type(value) is dict:
@@ -82,13 +82,13 @@ def _kept(value: Any, depth: int = 0) -> Any:
 
 
 class NotData(TypeError):  # noqa: N818 - becomes a note in the spec
-    """An argument that cannot be kept; the message says why."""
+    """Raised for an argument that cannot be kept; the message gives the reason."""
 
 
 def encode_spec(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], reference: Reference, nested: Nested
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments as JSON, and the problems with those that cannot be kept."""
+    """Return the arguments as JSON, and a list of problems with arguments that cannot be kept."""
     problems: list[str] = []
 
     def encode(value: Any, name: str) -> Any:
@@ -172,7 +172,7 @@ def _named(target: Any) -> str:
 
 
 def _encode_of_framework(value: Any) -> dict[str, Any] | None:
-    """Encode an array library's object: an array, a dtype, a device or a random stream; None for other objects."""
+    """Encode an array, dtype, device or random stream of an array library; return None for any other object."""
     if isinstance(value, np.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, np.ndarray | np.generic):
@@ -217,13 +217,13 @@ _DEVICES = ("cuda", "mps", "xpu", "hpu", "tpu", "mtia")
 
 @dataclasses.dataclass
 class Missing:
-    """An argument that could not be kept."""
+    """A placeholder for an argument that could not be kept."""
 
     reason: str
 
 
 class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
-    """Carries a constructor's error past the handlers that report damage."""
+    """Carries the error of a constructor past the handlers for damaged checkpoints."""
 
 
 def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
@@ -238,7 +238,7 @@ def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: s
 
 @dataclasses.dataclass(eq=False)
 class SpecDecoder:
-    """Decodes arguments; callbacks look up components by path, and construct objects from nested specs."""
+    """Decodes constructor arguments; callbacks look up components by path and construct objects from nested specs."""
 
     permissions: Permissions
     component: Callable[[str], Any]
@@ -272,13 +272,13 @@ class SpecDecoder:
             "torch.dtype": lambda value, _: _dtype("torch", _identifier(value)),
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
-            # any seed works, because the state restores the streams
+            # any seed works, because the streams are restored with the state
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(key): 0 for key in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }
 
     def decode(self, value: Any) -> Any:
-        """Return one argument, or a `Missing` if the argument or a part of it was not kept."""
+        """Decode an argument; return a `Missing` if it or a part of it was not kept."""
         self._missing.clear()
         try:
             argument = self._decode(value, 0)
@@ -339,7 +339,7 @@ class SpecDecoder:
 
 
 def available(text: str) -> str:
-    """Return the name of a torch device, or of an available device if this machine lacks it."""
+    """Return the name of a torch device, or of an available device if this machine lacks the requested one."""
     device = text.partition(":")[0]
     if device not in _DEVICES:
         return text
@@ -417,7 +417,7 @@ def _identifier(value: Any) -> str:
 
 
 def check_spec(value: Any) -> dict[str, Any]:
-    """Return a value if it is a spec with positional and keyword arguments; raise TypeError otherwise."""
+    """Return a value if it is a spec with positional and keyword arguments; otherwise, raise TypeError."""
     if not (isinstance(value, dict) and isinstance(value.get("args"), list) and isinstance(value.get("kwargs"), dict)):
         raise TypeError(f"expected a constructor spec, found {value!r:.80}")
     return value

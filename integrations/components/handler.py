@@ -1,4 +1,4 @@
-"""Component trees as checkpoint items, saved at once or in the background."""
+"""A checkpoint handler for component trees, which are saved at once or in the background."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .saving import prepare
 class ComponentCheckpointHandler(PreparedCheckpointHandler):
     """Saves a component and all components below it, and restores a running component in place.
 
-    The item's folder is a component tree as written by ``save_to_path``: it can be passed to ``restore_from_path``
-    and ``from_checkpoint``, and so can the directory of each component in it.
+    The item's folder is a component tree as written by ``save_to_path``. It can be passed to ``restore_from_path`` and
+    ``from_checkpoint``, and so can the directory of each component in it.
 
     With several processes, a save writes the components of process 0, and all processes restore them.
 
     Args:
-        layout: Sizes of chunks and data files, and how chunks are compressed.
-        compression: The zstd compression level for chunks, instead of the layout's.
-        use_msgpack: Store a component's arrays in one msgpack file, rather than in a database.
+        layout: Sizes of chunks and data files, and the compression of chunks.
+        compression: The zstd compression level for chunks, which overrides that of the layout.
+        use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
 
     >>> import tempfile, numpy as np
     >>> from holdfast import AsyncCheckpointer, CheckpointManager
@@ -81,7 +81,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The component.
             snapshot: Whether the component may change between this call and the write.
             state: The state to save instead of the component's own; components that are not in it are left out.
-            layout: Sizes of chunks and data files, instead of the handler's own.
+            layout: Sizes of chunks and data files, which override those of the handler.
             reuse: The data files of earlier steps; unchanged data is not written again.
             **kwargs: No other arguments are accepted.
 
@@ -115,15 +115,15 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
 
         Args:
             directory: The item's folder.
-            item: The running component; or the class of the new component, or None for the saved class.
+            item: The running component to restore. For a new component: its class, or None for the saved class.
             files: The folder's files, from the commit record.
-            strict: Treat it as an error if only the program or only the checkpoint has a component or value.
-            misfits: For a running component: values that do not fit stay as they are, and are recorded here.
-            modes: For a running component: whether to restore the training or evaluation mode of modules, and whether
-                parameters require gradients.
-            keep: For a running component: path patterns such as ``"**/lr"``; matching values stay as they are.
-            overrides: For a new component: constructor arguments by name, instead of the saved ones.
-            trust: For a new component: import everything the checkpoint names.
+            strict: Raise an error if a component or value exists only in the program or only in the checkpoint.
+            misfits: For a running component: records the values that do not fit, which are left unchanged.
+            modes: For a running component: whether to restore the training or evaluation mode of modules and the
+                ``requires_grad`` flags of parameters.
+            keep: For a running component: path patterns such as ``"**/lr"``; matching values are left unchanged.
+            overrides: For a new component: constructor arguments by name, which replace the saved ones.
+            trust: For a new component: import everything that the checkpoint names.
             allowed: For a new component: classes, functions and import path patterns that the checkpoint may name.
             renamed: For a new component: maps import paths in the checkpoint to the current classes.
             **kwargs: No other arguments are accepted.

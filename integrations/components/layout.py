@@ -1,9 +1,9 @@
-"""The directory of a component tree: its records and documents, and the files that a commit adds to it.
+"""The directory layout of a component tree, and the files that a commit adds to it.
 
-The root's commit record has an item for every component: ``state`` for the root's own state, and the component path
-for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part also has a record,
-derived from the root's, so that the part can be loaded, verified and copied alone. Each state folder has a
-component description, ``component.json``.
+The commit record of the root has an item for each component. The item of the root is named ``state``, and any other
+item has the component's path as its name: ``learner/p0`` is stored in the folder ``learner/p0/state``. The directory of
+each component has a record that is derived from the root's, so that the component can be loaded, verified and copied
+alone. Each state folder has a component description, ``component.json``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ..graph import Path, as_list
 from .constructor_spec import as_text, check_spec
 from .names import STATE
 
-# Layout version to write, as (major, minor); readers of the same major version understand it.
+# Layout version that is written, as (major, minor); readers of the same major version can read it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers
-# Array folder within a state folder; created first, so that both names become durable together.
+# Array folder in a state folder; it is created first, so that both names become durable together.
 DATA = "d"
 _LEVELS = 32  # maximum number of parent directories to search for the tree that contains a path
 
@@ -56,11 +56,11 @@ class Description:
 
     type: str  # import path of the class: ``"module:qualified.name"``
     constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None if unknown
-    obstacle: str = ""  # why the arguments are unknown
+    obstacle: str = ""  # why the constructor arguments are unknown
     path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
-    # Components below that are saved elsewhere in the tree: their relative paths, each with the path from the root
-    # under which the component is saved.
+    # Maps the relative paths of components that are saved elsewhere in the tree to the paths, from the root, under
+    # which they are saved.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
@@ -83,7 +83,7 @@ class Description:
 
     @classmethod
     def decode(cls, content: bytes, *, source: str) -> Description:
-        """Decode a file's untrusted content; ``source`` is its path, for messages."""
+        """Decode the untrusted content of a file; ``source`` is its path, for error messages."""
         body = decode_document(content, _DOCUMENT, source=source)
         version = body.get("layout")
         match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
@@ -145,7 +145,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return the record of each part, keyed by path, with the items of the part and of the components below it."""
+    """Return a record for each component, keyed by path, with items for it and the components below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():
@@ -157,7 +157,7 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
-    """Find the tree that contains a directory: its root, its record, and the path from the root to the directory."""
+    """Find the tree that contains a directory; return its root, its record, and the directory's path in it."""
     names: tuple[str, ...] = ()
     directory = location
     for _ in range(_LEVELS):
@@ -176,7 +176,7 @@ def record_at(directory: Location) -> CheckpointRecord | None:
 
 
 class ComponentParts(CommitParts):
-    """Writes and removes the records and metadata of components in a commit."""
+    """Writes and removes the records and metadata of components during a commit."""
 
     def __init__(self, location: Location, descriptions: Mapping[Path, bytes]) -> None:
         super().__init__(location)
@@ -220,7 +220,7 @@ class ComponentParts(CommitParts):
             directory = below(self.location, path)
             (directory / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(directory, part)  # syncs the folder, so both names are durable
+                write_record(directory, part)  # also syncs the directory, which makes both names durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:

@@ -26,7 +26,7 @@ class LiveComponent(Part):
     path: Path  # from the root
     name: str = ""  # name within the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
-    # dict from additional paths of components to their own paths in the tree
+    # maps additional paths of components to their primary paths in the tree
     same: dict[Path, Path] = field(default_factory=dict)
     above: LiveComponent | None = None  # the tree's root; None for the root itself
     parameters: dict[int, Path] | None = None  # root only: tensor paths, keyed by tensor id; computed on demand
@@ -37,7 +37,7 @@ class LiveComponent(Part):
 
     @property
     def is_whole(self) -> bool:
-        """True if other components see the object itself rather than its attributes."""
+        """True if a walk that starts at another component visits the object itself rather than its attributes."""
         value = self.value
         return is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__")
 
@@ -68,13 +68,13 @@ class LiveComponent(Part):
         for path, other in self.named():
             if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
-            elif not other.is_whole:  # whole objects are found in their container
+            elif not other.is_whole:  # the walk finds whole objects in their container
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**held, **named.added}
 
     @property
     def ends(self) -> Callable[[Any], bool]:
-        """A predicate: True for objects saved as components, including this one if another component refers to it."""
+        """A predicate that is True for objects saved as components, even this one if another component refers to it."""
         below = {id(child.value) for child in self.children}
         return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components it names, with relative paths; those located elsewhere in the tree come last."""
+        """Return the components that this one names, with relative paths; those located elsewhere come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -97,12 +97,12 @@ class LiveComponent(Part):
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Return the component tree of an object; a component that is found twice is included once, at its first path."""
+    """Build the component tree of an object; a component with several paths is included only at the first of them."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for components, False for paths above, because a directory has one owner
+        taken: dict[Path, bool] = {}  # True for components, False for their parents; a directory has a single owner
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -141,14 +141,14 @@ def modules_of(root: Any) -> dict[str, Any]:
 
 
 def refreshed(old: LiveComponent) -> LiveComponent:
-    """Return a component's tree as it is now, because the components below it may have changed."""
+    """Build the tree of a component again, because the components below it may have changed."""
     root = live_tree(old.root.value, old.root.path, old.root.name)
     same = next((other for other in root.walk() if other.value is old.value), None)
     return live_tree(old.value, old.path, old.name, root) if same is None or same.path != old.path else same
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object itself names; none if it has no method for this."""
+    """Return the components that an object names itself, or [] if it has no method for this."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []
@@ -177,7 +177,7 @@ def method_of(value: Any, name: str) -> Callable[..., Any] | None:
 
 
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
-    """Return a torch module's attributes that hold state unknown to torch."""
+    """Return the attributes of a torch module that hold state unknown to torch."""
     below = {id(child.value) for child in component.children}
     return {
         name: value
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the matching objects in containers, and with ``objects`` in modules, each with the keys that lead to it."""
+    """Yield the matching objects in containers (with ``objects``, also in modules), each with the keys to it."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):
@@ -211,7 +211,7 @@ def _search(
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
-    """Return a container's keys and elements; none if it holds only plain values."""
+    """Return the keys and elements of a container, or [] if it holds only plain values."""
     if isinstance(value, dict | list | tuple | deque):
         if set(map(type, value.values() if isinstance(value, dict) else value)).issubset(PLAIN):
             return []

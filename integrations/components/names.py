@@ -1,8 +1,8 @@
-"""Component paths: how users and programs write them, and which components a call selects.
+"""Parse and format the paths of components, and select components by path.
 
-A component's path consists of the edge names that lead to it, as in :mod:`~holdfast.integrations.graph`. A dot
-is part of a name, because policy names often contain dots; if a path without a slash matches nothing, its dots
-separate keys.
+The path of a component consists of the names of the edges that lead to it, as in :mod:`~holdfast.integrations.graph`.
+A dot is part of a name, because policy names often contain dots. However, if a path without slashes matches nothing,
+its dots are taken as separators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STATE = "state"  # name of a component's state folder, and of the root's item in
 
 _STATE_ESCAPED = escape_first(STATE)  # the path segment for a component named ``state``
 
-# Component paths, or patterns such as ``"learner/*"``; each also selects all components below it.
+# Component paths, or patterns such as ``"learner/*"``; both also select all components below the matching ones.
 Names = str | Collection[str]
 
 
@@ -46,14 +46,14 @@ def format_component_path(path: Path) -> str:
 
 
 def named_path(name: object, owner: object) -> Path:
-    """Return the relative path from a component to the one with this name below it."""
+    """Return the path from a component to its child component with the given name."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
 
 
 def find(text: str, components: Iterable[Path], where: str) -> Path:
-    """Return the path of the component that a user named."""
+    """Return the path of the component that a user has named; raise TreeMismatchError if there is none."""
     paths = [path for path in components if path]
     path = component_path(text)
     if path not in paths and "/" not in text and "." in text:
@@ -73,7 +73,7 @@ class Selection:
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
     def has(self, path: Path) -> bool:
-        """True if a component or one above it is selected."""
+        """True if a component, or one above it, is selected."""
         above = {path[:length] for length in range(1, len(path) + 1)}
         return not above & self._out and (self._in is None or bool(above & self._in))
 
@@ -83,7 +83,7 @@ class Selection:
         return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return relative paths of selected components below one (None if all), and of excluded ones (None if none)."""
+        """Return relative paths of the selected components below a path (None for all), and of the excluded ones."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 

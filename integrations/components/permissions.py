@@ -1,4 +1,4 @@
-"""The classes and functions that a checkpoint may name; no others are imported, looked up or called."""
+"""Control which classes and functions a checkpoint may name; no others are imported, looked up or called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _renamed: dict[str, Any] = {}
 
 
 def was_main(path: str, cls: type) -> bool:
-    """True if an import path refers to a class by its qualified name in the main program."""
+    """True if an import path refers to a class by its name in the main program."""
     return path == f"{_MAIN}{cls.__qualname__}"
 
 
@@ -63,7 +63,7 @@ def _add(target: Any, allowed: dict[str, Any], patterns: list[str], option: str)
 
 
 def rename(old: str, new: Any) -> None:
-    """Declare which class or function a name in older checkpoints refers to now.
+    """Declare the class or function that a name in older checkpoints now refers to.
 
     Args:
         old: The import path in the checkpoints, such as ``"game.policies:Net"``.
@@ -83,7 +83,7 @@ def _checked(path: Any) -> str:
 
 
 class Permissions:
-    """The permissions for one call: which classes and functions a checkpoint may name."""
+    """The classes and functions that a single call allows a checkpoint to name."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Permissions:
         self.main: str | None = None  # the module that was ``__main__`` in the program that saved the checkpoint
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Return the class or function at an import path; with ``made``, the checkpoint requests an instance."""
+        """Return the class or function at an import path; with ``made``, the checkpoint requests an instance of it."""
         if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path
@@ -136,12 +136,12 @@ class Permissions:
         )
 
     def _matches(self, path: str) -> bool:
-        """True if a pattern matches an import path, written with a colon or with a dot instead."""
+        """True if a pattern matches an import path with either a colon or a dot before the name."""
         dotted = path.replace(":", ".")
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
     def _defined_at(self, target: Any, path: str, where: str) -> Any:
-        """Return an object allowed by a pattern, if it is defined at that path rather than imported there."""
+        """Return an object that a pattern allows; raise NotAllowedError if it is only imported at that path."""
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         home = f"{module}:{name}" if isinstance(module, str) and isinstance(name, str) else None
         if home is not None and (self._matches(home) or self._allowed.get(home) is target):
@@ -152,7 +152,7 @@ class Permissions:
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:
-        """Return an imported class that is harmless: a component class, or a torch layer or optimizer."""
+        """Return an imported class that is harmless (a component, torch module or torch optimizer), or None."""
         classes = () if self._base is None else (self._base, *derived_classes(self._base))
         if matching := [cls for cls in classes if import_path(cls) == path]:
             return matching[-1]  # the newest, because a notebook may redefine a class

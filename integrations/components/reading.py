@@ -1,4 +1,4 @@
-"""Saved component trees, opened for reading: a whole tree, or one part by its own directory."""
+"""Read saved component trees, or single components from their own directories."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from .states import GRAPH, read_document, stored_state
 
 _logger = logging.getLogger("holdfast")
 
-_SEARCHED = 100  # maximum number of directories to search for a tree that a message can name
+_SEARCHED = 100  # maximum number of directories to search for a tree to name in an error message
 _SMALL = 16 << 20  # maximum size in bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
 class NativeComponent:
-    """A component in a holdfast checkpoint; its ``path`` starts at the component that was opened."""
+    """A component in a holdfast checkpoint; its ``path`` is relative to the component that was opened."""
 
-    left_out: Sequence[str] = ()  # values in the file that the returned state lacks, one line each, with the reason
+    left_out: Sequence[str] = ()  # messages about values in the file that the returned state does not include
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -71,16 +71,16 @@ class NativeComponent:
         return children
 
     def elsewhere(self, goal: Path) -> NativeComponent | None:
-        """Return the component at a path from the root of the saved tree, if it is in the opened part of the tree."""
+        """Return the component at a path from the root of the saved tree, or None if it is not in the opened part."""
         start = self.description.path[: len(self.description.path) - len(self.path)]
         path = goal[len(start) :]
         inside = (*start, *path) == goal and path in self._items
         return NativeComponent(self._root, self._items, path) if inside else None
 
     def state(self, component: Any = None) -> Any:
-        """Read the component's own state, without the components below; raise DamagedCheckpointError."""
-        # Arrays are loaded with the libraries they were saved from. Named tuples and dataclasses become dictionaries,
-        # unless their classes are known from a component of the program.
+        """Read the component's own state; raise DamagedCheckpointError if it fails verification."""
+        # Arrays are loaded with the libraries that they were saved from. Named tuples and dataclasses become
+        # dictionaries, unless their classes can be found through `component`, the program's counterpart.
         with collection_paused():
             reader = self._reader()
             libraries = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
@@ -89,7 +89,7 @@ class NativeComponent:
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
-        """Open the component's own state as a graph, which one of its values may describe as text."""
+        """Open the component's own state as a graph, whose document may be stored as one of the values."""
         reader = self._reader()
         values = {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}
         texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
@@ -126,7 +126,7 @@ class RLlibComponent(RLlibDirectory):
         return stored_state(self.own_state(none=False), self.location)  # None cannot be a tree key
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
-        """Return the class name, the constructor spec, and the reason if there is no spec."""
+        """Return the class name, the constructor spec, and the reason if the spec is None."""
         if CONSTRUCTOR not in self.names:
             return "", None, f"{self.location} has no {CONSTRUCTOR}"
         file, name = self.location / CONSTRUCTOR, ""
@@ -175,13 +175,13 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
 
 
 def read_state(path: Place) -> Any:
-    """Read the state of a saved component and all components below it, as ``get_state`` returns it; run no code.
+    """Read the state of a saved component and all components below it, without running any code.
 
     Args:
-        path: The directory of a component tree, or of one of its parts; RLlib directories are supported, too.
+        path: The directory of a component tree, or of a component in it. RLlib directories are supported as well.
 
     Returns:
-        A dictionary: the component's own state, and the states of the components below under their names.
+        A dictionary with the component's own state, and the states of the components below under their names.
 
     Raises:
         CheckpointNotFoundError: There is no saved component at the path.
@@ -194,7 +194,7 @@ def read_state(path: Place) -> Any:
 
 
 def _part_of_a_whole(location: Location) -> SavedComponent:
-    """Open a part whose own record is missing, using the record of the tree around it."""
+    """Open a component whose own record is missing, using the record of the tree that contains it."""
     around = whole_around(location)
     if around is None:
         raise CheckpointNotFoundError(f"{location}: there is no tree of components here{_what_is_at(location)}")
@@ -202,7 +202,7 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     parts = parts_of(record)
     if path in parts:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    while around is not None:  # a shared component, at a path under which it is not saved
+    while around is not None:  # the path may lead to a shared component that is saved under another path
         top, whole, rest = around
         other = descend(NativeComponent(top, parts_of(whole)), rest)
         if other is not None:
@@ -238,7 +238,7 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at ``path`` relative to ``saved``, even if saved under another path, or else None."""
+    """Return the component at a path relative to ``saved``, or None; it may be saved under another path."""
     if not path:
         return saved
     for name, child in saved.children.items():
@@ -252,7 +252,7 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
 
 
 def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda part: part.state()) -> Any:
-    """Return a component's state with those of all components below; ``read`` reads the state of one component."""
+    """Return the states of a component and all components below it; ``read`` reads the state of a single one."""
     state = read(component)
     for path, child in component.children.items():
         if not isinstance(state, dict):
@@ -263,12 +263,12 @@ def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda pa
 
 # ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
 
-# A checkpoint names their classes, but never triggers an import or a call.
+# A checkpoint names the classes of such objects, but never causes an import or a call.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses registered with JAX are nodes.
 
 
 def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Location) -> Any:
-    """Return a loaded tree with named tuples and dataclasses in place of the dictionaries of their fields."""
+    """Return a loaded tree in which dictionaries of fields are replaced by named tuples and dataclasses."""
     lost: set[str] = set()
 
     @cache
@@ -306,7 +306,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
 
 
 def _import_paths(label: str, module: str) -> Iterator[str]:
-    """Yield the import paths that a name may stand for; the module of the main program is ``__main__``."""
+    """Yield the import paths that a dotted name may stand for, even if the class moved to or from ``__main__``."""
     parts = label.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[size:])

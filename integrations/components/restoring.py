@@ -1,4 +1,4 @@
-"""Restore saved component trees: into running components, or into new ones built from their constructor specs."""
+"""Restore saved component trees into running components, or into new ones built from their constructor specs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept_values(patterns: Patterns | None) -> PathFilter | None:
 
 @dataclass(eq=False)
 class TreeRestore:
-    """One restore into a live component: every state is read, and thereby verified, before anything changes."""
+    """A restore of a live component, which reads and thus verifies all states before anything is changed."""
 
     target: LiveComponent
     saved: SavedComponent
@@ -44,8 +44,8 @@ class TreeRestore:
     strict: bool
     keep: Keep | PathFilter | None = None
     fresh: bool = False  # whether the component was just constructed
-    misfits: Misfits | None = None  # records values that do not fit, which stay as they are
-    modes: bool = False  # whether to restore module modes and ``requires_grad`` flags, too
+    misfits: Misfits | None = None  # records values that do not fit, which are left unchanged
+    modes: bool = False  # whether to restore module modes and ``requires_grad`` flags as well
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -69,13 +69,13 @@ class TreeRestore:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
 
     def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
-        """Return lines from the reports of the restored components, each with the component's path."""
+        """Return lines from the reports on restored components, each prefixed with the component's path."""
         return _lines((path, of(report)) for path, report in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
-        """Return a dict from live component path to saved component; components come after those below them."""
+        """Return saved components, keyed by the paths of their live counterparts; children come before parents."""
         origins: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # for components named here but located elsewhere in the program
+        elsewhere: dict[Path, SavedComponent] = {}  # for components named by the target but located elsewhere
 
         def visit(live: LiveComponent, saved: SavedComponent) -> None:
             for child in live.children:
@@ -94,7 +94,7 @@ class TreeRestore:
         return origins
 
     def _missing(self) -> list[str]:
-        """Return the program's components that the checkpoint lacks, under their names in the target."""
+        """Return the names that the target uses for components that the checkpoint lacks."""
         here = list(self.target.walk())
         within = {component.path for component in here}
         every = [(component.path, component.path) for component in here]
@@ -102,7 +102,7 @@ class TreeRestore:
         return [format_component_path(path) for path, goal in every if goal not in self._origins]
 
     def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
-        """Yield the paths of saved values that patterns may match, including those of components yet to be created."""
+        """Yield the paths of saved values that patterns may match, even in components that do not exist yet."""
         matched = {origin.path for origin in self._origins.values()}
         others = [saved for saved in all_components(self.saved) if saved.path not in matched]
         below = {(*self.target.path, *saved.path[len(self.saved.path) :]): saved.graph() for saved in others}
@@ -111,7 +111,7 @@ class TreeRestore:
                 yield (*path, *state.graph.path(number))
 
     def _prepared(self, live: LiveComponent, state: Any) -> Callable[[], OwnReport]:
-        """Return a function that restores an opened state."""
+        """Prepare an opened state; return a function that restores it."""
         if isinstance(state, StoredGraph):
             kept = self._kept(live.path, state)
             return prepare_state(live, state, ignore=kept, fitting=self.misfits is not None, modes=self.modes)
@@ -123,10 +123,10 @@ class TreeRestore:
         return apply
 
     def run(self) -> RestoreReport:
-        """Restore every component, then the components that this has created."""
+        """Restore all components, including those that are created during the restore."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # the last one needs no undo, because nothing can fail after it
+            if not self.fresh:  # the last component needs no undo, because nothing can fail after it
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
@@ -158,7 +158,7 @@ class TreeRestore:
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
-        """Return the saved components for live ones that did not exist before."""
+        """Return the saved counterparts of live components that were created since the last match."""
         self.target = refreshed(self.target)
         new = {path: origin for path, origin in self._match(self.target).items() if path not in self._done}
         self._origins.update(new)
@@ -183,7 +183,7 @@ class TreeRestore:
                 continue
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
-            except Exception:  # the caller gets the restore's error
+            except Exception:  # report the original error of the restore to the caller
                 _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
@@ -218,12 +218,12 @@ class TreeRestore:
 
 
 def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
-    """True if a saved component was restored, or holds nothing but components that were."""
+    """True if a saved component was restored, or if it has no state of its own and a component below was restored."""
     return saved.path in used or (any(path[: len(saved.path)] == saved.path for path in used) and saved.state() == {})
 
 
 def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
-    """Return the state for the component's own ``set_state``, or the opened graph if it has no such method."""
+    """Return the state if the component has a ``set_state`` of its own, or else the opened graph."""
     return origin.state(component.value) if overrides(component.value, "set_state") else origin.graph()
 
 
@@ -240,7 +240,7 @@ def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...
 
 @dataclass(eq=False)
 class TreeConstruction:
-    """Constructs the components for one call, with their states; each only once, even if several specs refer to it."""
+    """Constructs the components of a tree with their states, each only once even if several specs refer to it."""
 
     saved: SavedComponent
     base: type
@@ -257,7 +257,7 @@ class TreeConstruction:
         except ConstructorFailed as failed:
             (error,) = failed.args
             raise error from error.__cause__
-        # Overrides take precedence over plain state values of the same name: attributes, optimizer options.
+        # Overrides take precedence over plain values of the same name in the state: attributes and optimizer options.
         names = {escape_key(name) for name in overrides}
 
         def keep(path: Path, leaf: SavedLeaf | None) -> bool:
@@ -346,7 +346,7 @@ class TreeConstruction:
         return construct(cls, bound.args, bound.kwargs, where)
 
     def _component(self, reference: str) -> Any:
-        """Return the component that a spec refers to by its path in the saved tree."""
+        """Return the component at a path in the saved tree, or a `Missing` if it was not loaded."""
         goal = tuple(segment for segment in reference.split("/") if segment)
         start = self.saved.description.path
         saved = descend(self.saved, goal[len(start) :]) if goal[: len(start)] == start else None
@@ -357,7 +357,6 @@ class TreeConstruction:
         return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
-        """Construct an object from a spec nested in another spec."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
         where = str(self.saved.location)
         cls = self.permissions.resolve(content.get("class"), where, made=True)

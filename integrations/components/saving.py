@@ -1,4 +1,4 @@
-"""Save component trees: prepare first, so that errors occur before anything is written, then commit everything at once.
+"""Save component trees: prepare all states before anything is written, then commit them at once.
 
 The metadata records library versions and the commit of the program's git repository.
 """
@@ -40,7 +40,7 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, which an actor handle does not
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # unlike an actor handle, this can start an actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PreparedComponents:
     def commit(
         self, location: Location, *, overwrite: bool, step: int | None, metrics: Mapping[str, float] | None
     ) -> None:
-        """Write the tree to a directory, as one atomic checkpoint."""
+        """Write the tree to a directory as an atomic checkpoint."""
         paths = {item_name(path): path for path in self.states}
         parts = ComponentParts(location, self.descriptions)
         pending = commit_protocol(location)(location, paths, overwrite=overwrite, parts=parts)
@@ -67,7 +67,7 @@ class PreparedComponents:
             raise
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        # only called on process 0
+        # called only on process 0
         items = self._write_states({path: below(folder, path) / STATE for path in self.states}, member.awaited)
         self.files.clear()
         for item in items.values():
@@ -133,7 +133,7 @@ def prepare(
 
 
 def _refuse_divided(states: Mapping[Path, Any]) -> None:
-    """Raise UnsupportedLeafError for arrays of which this process holds only a part."""
+    """Raise UnsupportedLeafError for arrays that are sharded across processes."""
     flat = {path: flatten(tree) for path, tree in states.items() if current_coordinator().process_count > 1}
     leaves = [(path, *leaf) for path, tree in flat.items() for leaf in zip(tree.names, tree.values, strict=True)]
     shards = [f"{format_component_path(path)}: {format_path(name)}" for path, name, leaf in leaves if _is_divided(leaf)]
@@ -165,7 +165,7 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Split the state of a whole tree into those of its components, without changing it."""
+    """Split the state of a whole tree into the states of its components, without modifying it."""
     own_state, below = divided(live, state)
     states: dict[Path, Any] = {live.path: own_state}
     for child, inner in below:
@@ -195,7 +195,7 @@ def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mappi
 
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
-    """Return an object's constructor spec, or the reason why it is unknown."""
+    """Return an object's constructor spec, or None and the reason why it is unknown."""
     method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (
@@ -229,7 +229,7 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
     return spec, ""
 
 
-# ---- where a checkpoint comes from
+# ---- the provenance of a checkpoint
 
 _LIBRARIES = ("numpy", "torch", "jax", "flax", "optax")
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
@@ -250,14 +250,14 @@ _version = functools.cache(metadata.version)
 
 @functools.cache
 def commit_of(module: str) -> str | None:
-    """Return the commit of a module's git repository, without running git; None if there is none."""
+    """Return the commit of a module's git repository, or None, without running git."""
     # Cached, because a later commit does not contain the code that this process has loaded.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 
 
 def commit_in(start: FilePath) -> str | None:
-    """Return the commit of the git repository that contains a folder, without running git; None if there is none."""
+    """Return the commit of the git repository that contains a folder, or None, without running git."""
     with contextlib.suppress(OSError, ValueError):
         for folder in (start, *start.parents):
             git = folder / ".git"

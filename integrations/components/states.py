@@ -1,8 +1,8 @@
-"""The state of a single component, without the components below it: how it is captured and restored.
+"""Capture and restore the state of a single component, without the components below it.
 
-A component with its own ``get_state`` decides what its state is. For any other, it is everything that the walk of
-:mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. Values that a torch
-optimizer keeps for parameters of other components belong to the optimizer, under the parameters' paths.
+A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
+the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values of
+a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold these.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# State key for the graph document, as text; it is left out if the value names imply the graph.
+# State key for the graph document as a string; it is omitted if the names of the values imply the graph.
 GRAPH = "__graph__"
 
 _AT_ONCE = 32  # maximum number of concurrent state requests to remote components
 
 
 class _GivenState(Location):
-    """The location that messages name for a state that the program has passed."""
+    """The location that error messages show for a state passed by the program."""
 
     @property
     def url(self) -> str:
@@ -80,11 +80,11 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 
 @dataclass(slots=True)
 class OwnReport:
-    missing: tuple[str, ...] = ()  # values in the component that the state lacks
-    unused: tuple[str, ...] = ()  # values in the state for which the component has no place
-    different: dict[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
-    fresh: tuple[Any, ...] = ()  # tensors among the values that do not fit
-    modes: tuple[str, ...] = ()  # changed module modes, ``requires_grad`` flags and optimizer options, as text
+    missing: tuple[str, ...] = ()  # values of the component that are missing from the state
+    unused: tuple[str, ...] = ()  # values in the state that the component does not have
+    different: dict[str, str] = field(default_factory=dict)  # reasons why values do not fit, keyed by path
+    fresh: tuple[Any, ...] = ()  # the component's tensors whose saved values do not fit
+    modes: tuple[str, ...] = ()  # descriptions of changed module modes, ``requires_grad`` flags and optimizer options
 
 
 def inherited(method: F) -> F:
@@ -94,19 +94,19 @@ def inherited(method: F) -> F:
 
 
 def overrides(value: Any, method: str) -> bool:
-    """True if an object has its own ``get_state`` or ``set_state`` rather than the default implementation."""
+    """True if an object has its own implementation of ``method``, which is ``get_state`` or ``set_state``."""
     implementation = getattr(type(value), method, None)
     # Optimizers are always walked, because the walk gives their values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with the given arguments that it accepts and that are not None."""
+    """Call an object's own ``get_state`` with those arguments that are not None and that it accepts."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
 def takes(value: Any, name: str) -> bool:
-    """True if an object's own ``get_state`` accepts an argument of this name."""
+    """True if an object's own ``get_state`` accepts an argument with the given name."""
     try:
         parameters = inspect.signature(value.get_state).parameters.values()
     except (TypeError, ValueError):  # C functions may have no signature.
@@ -115,7 +115,7 @@ def takes(value: Any, name: str) -> bool:
 
 
 def is_remote(value: Any) -> bool:
-    """True if the class declares that ``get_state`` may run in a thread, concurrently with other calls."""
+    """True if the class declares that ``get_state`` may be called in a thread, concurrently with other calls."""
     return getattr(type(value), "__remote__", False) is True and overrides(value, "get_state")
 
 
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be missing."""
+    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be left out."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -153,13 +153,13 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe a tree's components without their own ``get_state``; raise UnsupportedLeafError as a save does."""
+    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save does."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
-    """Capture the state of a component without its own ``get_state``."""
+    """Capture the state of a component that has no ``get_state`` of its own."""
     graph = own_graph(component)
     if not partial:
         _refuse_unnamed(component, graph)
@@ -179,7 +179,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError for components inside objects that are not searched for components."""
     named = {id(other.value) for other in component.root.walk()}
-    # Components among the attributes are named deliberately, or left out with a warning.
+    # Components found among the attributes are exempt: if they are not named, a save logs a warning.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizer values that would be lost because no path leads to the parameters."""
+    """Raise UnsupportedLeafError for optimizer values that would be lost because no component has the parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -214,7 +214,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """True if a graph has structure beyond the containers that hold its values."""
+    """True if a graph has more structure than the containers that hold its values."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -226,7 +226,7 @@ def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Return a tree in which everything mutable has been copied."""
+    """Return a copy of a tree that shares no mutable objects with it."""
     if isinstance(tree, np.ndarray):
         return tree.copy()
     if is_torch_tensor(tree):
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own and those of its components, whose names RLlib nests like paths."""
+    """Split a state into the component's own state and those of its components, which RLlib may nest by path."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -248,7 +248,7 @@ def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, An
         for key in keys if child.name not in state else ():
             if not isinstance(holder.get(key), Mapping):
                 break
-            holder[key] = dict(holder[key])  # a copy, from which the child's state is removed
+            holder[key] = dict(holder[key])  # copied, because the child's state is removed from it
             holder = holder[key]
         else:
             if holder is not flat and last in holder:
@@ -263,15 +263,15 @@ def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
     *,
-    ignore: Iterable[Path] = (),  # paths of values that stay as they are
+    ignore: Iterable[Path] = (),  # paths of values to leave unchanged
     fitting: bool = False,  # whether to read only values that fit
-    modes: bool = False,  # whether to restore module modes, too
+    modes: bool = False,  # whether to restore module modes as well
 ) -> Callable[[], OwnReport]:
-    """Read the state for a component without its own ``set_state``; return a function that changes the component."""
+    """Read the state for a component that has no ``set_state`` of its own; return a function that applies it."""
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # The report lists the leftover values.
+    restoration.progress.partial = True  # The report lists unrestored values instead.
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
@@ -318,8 +318,8 @@ def _options(graph: LiveGraph) -> dict[str, Any]:
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
-    """Remove a component's torch optimizer values for tensors of another shape; return a line for each."""
-    # A component that restores an optimizer does not see the values of another component's parameters.
+    """Remove a component's optimizer values for tensors whose shape has changed; return a message for each."""
+    # When an optimizer is restored, it is not yet known which parameters of other components do not fit.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
@@ -338,7 +338,7 @@ def _called(component: LiveComponent) -> str:
 
 
 def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open an in-memory state for a component without its own ``set_state``."""
+    """Open an in-memory state for a component that has no ``set_state`` of its own."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
@@ -360,7 +360,7 @@ def read_document(text: Any, source: Location) -> Any:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
 
-_TREE = "(tree)"  # edge name for other components' parameters that have no name in this component
+_TREE = "(tree)"  # name of the edge to other components' parameters that have no name in this component
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
@@ -368,7 +368,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():
-            with contextlib.suppress(UnsupportedLeafError):  # Its own get_state() replaces the walk.
+            with contextlib.suppress(UnsupportedLeafError):  # A component that cannot be walked has a get_state().
                 for node in walk(component, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*component.path, *node.path))
@@ -388,7 +388,7 @@ def own_graph(component: LiveComponent) -> LiveGraph:
 
 
 def outside_parameters(node: LiveNode) -> list[Any]:
-    """Return an optimizer's parameters that are not in the graph."""
+    """Return the parameters of an optimizer that are not in the graph."""
     if node.optimizer is None or not node.groups:
         return []
     within = {id(parameter.value) for group in node.groups for parameter in group}

@@ -1,4 +1,4 @@
-"""Live object graphs: walked by named edges, saved as trees, and restored by name, at once or later."""
+"""Save graphs of live objects, and restore them by name, either at once or as objects are attached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint object: saves the objects attached to it, and restores them by name."""
+"""The checkpoint object, which saves the objects attached to it and restores them by name."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
-    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # count steps from the last restore
-    reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has already logged
+    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # managers to notify of each restore
+    reported: Mapping[Path, str] = field(default_factory=dict)  # reasons and notes that the last save logged
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for objects attached later
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
 
 class Checkpoint(Node):
-    """Saves and restores the objects attached to it, by the names of the attributes that lead to them.
+    """Saves and restores attached objects, which are identified by the names of the attributes that lead to them.
 
     Objects can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
-    numbers and text, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
-    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that is reachable in
-    several ways is saved only once.
+    numbers and strings, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
+    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that can be reached by
+    several paths is saved only once.
 
     Args:
-        root: An object whose own attributes are saved as if they were the checkpoint's; or a weak reference to one.
+        root: An object, or a weak reference to one, whose attributes are saved as if they were those of the checkpoint.
         **objects: The objects to attach, by name.
 
     Raises:
@@ -84,15 +84,15 @@ class Checkpoint(Node):
 
     @property
     def save_counter(self) -> int:
-        """The number of the last numbered save; 0 before the first."""
+        """The number of the most recent numbered save, or 0 if there has been none."""
         return self._holdfast.counter or 0
 
     def save(self, prefix: Place, *, background: bool = False, layout: Layout | None = None) -> str:
-        """Save to ``<prefix>-<number>``, with the next free number.
+        """Save to ``<prefix>-<number>``, using the next free number.
 
         Args:
-            prefix: A path or URL; its last part is the start of the checkpoint's name.
-            background: Return as soon as the objects may be changed again, and write in the background.
+            prefix: A path or URL whose last component is the start of the checkpoint's name.
+            background: Write in the background, and return as soon as the objects may be modified.
             layout: Sizes of chunks, segments and data files.
 
         Returns:
@@ -100,8 +100,8 @@ class Checkpoint(Node):
 
         Raises:
             UnsupportedLeafError: An attached object cannot be saved; nothing was written.
-            StateError: Values from an earlier restore still wait for their objects, or objects for their values.
-            SaveFailedError: The previous background save failed; this save is done nevertheless.
+            StateError: Saving would lose values that an earlier restore has not assigned to objects yet.
+            SaveFailedError: The previous background save failed; the current save is performed anyway.
         """
         base, saver = as_location(prefix, writes=True), self._holdfast.saver
         number = saver.next_number(base, self.save_counter)
@@ -112,37 +112,37 @@ class Checkpoint(Node):
     def write(
         self, path: Place, *, overwrite: bool = False, background: bool = False, layout: Layout | None = None
     ) -> str:
-        """Save to exactly this path, without a number.
+        """Save to exactly the given path, without adding a number.
 
         Args:
             path: A path or URL.
             overwrite: Replace an existing checkpoint at the path.
-            background: Return as soon as the objects may be changed again, and write in the background.
+            background: Write in the background, and return as soon as the objects may be modified.
             layout: Sizes of chunks, segments and data files.
 
         Returns:
-            The path.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointExistsError: The path exists already.
+            CheckpointExistsError: The path already exists.
             UnsupportedLeafError: An attached object cannot be saved; nothing was written.
-            StateError: Values from an earlier restore still wait for their objects, or objects for their values.
-            SaveFailedError: The previous background save failed; this save is done nevertheless.
+            StateError: Saving would lose values that an earlier restore has not assigned to objects yet.
+            SaveFailedError: The previous background save failed; the current save is performed anyway.
         """
         location = as_location(path, writes=True)
         saver = self._holdfast.saver
         return saver.put(location, snapshot(self), overwrite=overwrite, background=background, layout=layout)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return the reachable objects that are not saved, each with the reason."""
+        """Return the reasons why reachable objects are not saved, keyed by path."""
         return {format_node_path(path): reason for path, reason in walk(self, strict=False).skipped.items()}
 
     def wait_until_finished(self) -> None:
-        """Wait for the save in progress; raise SaveFailedError if it failed."""
+        """Wait for the save in progress, and raise SaveFailedError if it fails."""
         self._holdfast.saver.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the save in progress; raise SaveFailedError if it failed."""
+        """Wait for the save in progress, and raise SaveFailedError if it fails."""
         self._holdfast.saver.wait_until_finished()
 
     def restore(
@@ -154,29 +154,29 @@ class Checkpoint(Node):
         select: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
-        """Restore the objects that are attached now, and later ones as soon as they are attached.
+        """Restore all attached objects now, and objects attached later as soon as they are attached.
 
-        Tensors, numpy arrays and nnx variables change in place; a value that cannot do so is replaced where it is
-        attached. Shapes and dtypes are validated before anything is changed.
+        Tensors, numpy arrays and nnx variables are updated in place; immutable values are replaced in the object that
+        holds them. Shapes and dtypes are validated before anything is changed.
 
         Args:
-            path: A checkpoint, or a directory of numbered ones, of which the newest is used; None restores nothing.
-            partial: Like `RestoreStatus.expect_partial`; in addition, finding nothing at all is not an error.
-            rename: Maps paths in the checkpoint, such as ``"net/l1"``, to paths in the program; or to a path and a
-                function applied to the array, such as ``("net/l1/kernel", np.transpose)``.
+            path: The path of a checkpoint, or of a directory whose newest checkpoint is used; None restores nothing.
+            partial: Allow values to stay unrestored (see `RestoreStatus.expect_partial`), even if nothing matches.
+            rename: Maps paths in the checkpoint, such as ``"net/l1"``, to paths in the program, or to pairs of a path
+                and a function to apply to the array, such as ``("net/l1/kernel", np.transpose)``.
             select: Path patterns such as ``"net/**"``; only matching values are restored.
-            exclude: Path patterns; matching values stay as they are.
+            exclude: Path patterns; matching values are left unchanged.
 
         Returns:
-            The status, with assertions about the match, and the report.
+            The status of the restore, with a report and methods that check whether program and checkpoint match.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint at the path.
             DamagedCheckpointError: The checkpoint fails verification; nothing was changed.
-            TreeMismatchError: Shapes or dtypes of objects and values differ, or nothing at all was found in
-                the checkpoint; nothing was changed.
-            UnsupportedLeafError: An attached object can be neither saved nor restored, and neither ``partial`` nor
-                patterns in ``select`` or ``exclude`` show that this is intended; nothing was changed.
+            TreeMismatchError: An object and its value differ in shape or dtype, or none of the objects is in the
+                checkpoint; nothing was changed.
+            UnsupportedLeafError: An attached object can be neither saved nor restored, and none of ``partial``,
+                ``select`` and ``exclude`` is given; nothing was changed.
         """
         if path is None:
             return RestoreStatus(None, self)
@@ -192,24 +192,24 @@ class Checkpoint(Node):
         select: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
-        """Restore without changing the number of the next save: the counterpart of :meth:`write`.
+        """Restore without changing the number of the next save; this is the counterpart of :meth:`write`.
 
-        Arguments, result and errors are those of :meth:`restore`.
+        The arguments, return value and exceptions are the same as for :meth:`restore`.
         """
         values = CheckpointTemplate(self, counts=False, partial=partial, rename=rename, select=select, exclude=exclude)
         return values.prepare(self._open(path))()
 
     def peek(self, path: Place) -> Peek:
-        """Return what a restore would read: the step, and the program's numbers and texts.
+        """Return the step, numbers and strings that a restore would read, without restoring anything.
 
-        This is for programs that build different objects depending on the step they resume from. Nothing is changed.
+        This is for programs that build different objects depending on the step they resume from.
 
         Args:
-            path: A checkpoint, or a directory of numbered checkpoints, of which the newest is used.
+            path: The path of a checkpoint, or of a directory whose newest checkpoint is used.
 
         Returns:
-            The step, metrics, and numbers and texts by path, such as ``{"epoch": 3}``; without the numbers and
-            texts of optimizers, modules and objects with their own state.
+            The step, the metrics, and the numbers and strings by path, such as ``{"epoch": 3}``. Those inside
+            optimizers, modules and objects with their own state are left out.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint at the path.
@@ -230,7 +230,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Return the data that a save writes, and log skipped objects; raise StateError or UnsupportedLeafError."""
+    """Capture the objects for a save, and log the skipped ones; raise StateError or UnsupportedLeafError."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
@@ -249,12 +249,12 @@ def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
 
 @contextlib.contextmanager
 def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
-    """Yield the snapshot for a numbered save; if the save fails at once, the number becomes free again."""
+    """Yield a snapshot for a numbered save; if the block fails, reset the save counter."""
     state = checkpoint._holdfast
     before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # from the previous save; this one is in progress or done
+    except SaveFailedError:  # the error of the previous save; the current save is in progress or done
         raise
     except BaseException:
         state.counter = before
@@ -263,7 +263,7 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
 
 @dataclass(frozen=True)
 class CheckpointTemplate:
-    """The restore template of a checkpoint object; the arguments are those of `Checkpoint.restore`."""
+    """A template for restoring a checkpoint object, with the arguments of `Checkpoint.restore`."""
 
     checkpoint: Checkpoint
     _: KW_ONLY
@@ -274,10 +274,10 @@ class CheckpointTemplate:
     exclude: Patterns | None = None
 
     def prepare(self, stored: StoredGraph) -> Callable[[], RestoreStatus]:
-        """Read and compare the values; return a function that changes the objects and returns the status."""
+        """Read and validate the values; return a function that assigns them and returns the status."""
         checkpoint, state = self.checkpoint, self.checkpoint._holdfast
         if not (self.partial or self.select or self.exclude):
-            check(checkpoint)  # raises errors now, rather than at the first save
+            check(checkpoint)  # report unsupported objects now, rather than at the first save
         restoration = Restoration(
             stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
         )
@@ -299,7 +299,7 @@ class CheckpointTemplate:
             wanted = set(restoration.progress.wanted.values())
             for other in state.restorations:
                 if wanted.issuperset(other.progress.left().values()):
-                    other.retire()  # superseded: this restore has all values that the other waits for
+                    other.retire()  # this restore has all values that the other one still waits for
             state.restorations = [other for other in state.restorations if not other.retired and other.progress.left()]
             state.restorations.append(restoration)
             for manager in state.managers if self.counts else ():
@@ -310,7 +310,7 @@ class CheckpointTemplate:
 
 
 class _GraphSaver(AsyncCheckpointer):
-    """Saves graphs, with or without a number, at once or in the background."""
+    """Saves numbered and unnumbered checkpoints, in the foreground or in the background."""
 
     def __init__(self) -> None:
         super().__init__(GraphCheckpointHandler())
@@ -344,7 +344,7 @@ class _GraphSaver(AsyncCheckpointer):
         return str(location)
 
     def join(self) -> None:
-        """Wait for the save in progress, and keep its error for later."""
+        """Wait for the save in progress without raising its error."""
         self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
@@ -356,5 +356,5 @@ class _GraphSaver(AsyncCheckpointer):
         record = super()._record(items)
         if self._number is None:
             return record
-        # Retention policies apply to checkpoints of a manager; this one stays until a user removes it.
+        # Without a manager, no retention policy applies, so the checkpoint is kept until the user deletes it.
         return replace(record, step=self._number, pinned=True, reason="saved by Checkpoint.save")

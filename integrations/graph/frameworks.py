@@ -1,4 +1,4 @@
-"""Torch, flax nnx and Keras objects in the object graph: modules, tensors, optimizers, variables."""
+"""Support for torch, flax nnx and Keras objects in the object graph: modules, tensors, optimizers and variables."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-EXTRA_STATE = "_extra_state"  # last key segment of a module's `get_extra_state` value in a state_dict()
+EXTRA_STATE = "_extra_state"  # last key segment of the get_extra_state() result in a module's state_dict()
 
 
 def is_module(value: object) -> bool:
-    """True for an initialized torch module, but not for an actor class that ``ray.remote`` made from a module class."""
+    """True for a torch module, except for an actor class that ``ray.remote`` created from a module class."""
     torch = loaded("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
 
 def is_uninitialized(tensor: Any) -> bool:
-    """True if a tensor is a lazy module's parameter that has no shape yet."""
+    """True for a parameter of a lazy module that does not have a shape yet."""
     torch: Any = loaded("torch")
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
 
 def module_children(module: Any) -> list[tuple[str, Any]]:
-    """Return a module's children with their names, including modules in plain lists and dictionaries."""
+    """Return a module's children with their names, including plain lists and dictionaries that hold modules."""
     torch: Any = loaded("torch")
     transient = module._non_persistent_buffers_set
     buffers = {name: buffer for name, buffer in module._buffers.items() if name not in transient}
@@ -68,7 +68,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
 
 
 class TensorSlot:
-    """A tensor that is changed in place; a lazy module's parameter takes the shape of its first value."""
+    """A tensor that is updated in place; an uninitialized parameter takes the shape of the restored value."""
 
     def __init__(self, tensor: Any) -> None:
         self.anchor = tensor
@@ -76,7 +76,7 @@ class TensorSlot:
 
     @property
     def overlaps(self) -> bool:
-        """True if elements share memory, as after ``expand``, so that they cannot be written individually."""
+        """True if elements share memory, for example after ``expand``, and therefore cannot be written individually."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -84,7 +84,7 @@ class TensorSlot:
         return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def template(self, shape: Iterable[int]) -> Any:
-        """Return the tensor to compare with; for a lazy parameter, a meta tensor with the shape it would get."""
+        """Return the tensor itself, or a meta tensor of the given shape if it is an uninitialized parameter."""
         if not is_uninitialized(self.anchor):
             return self.anchor
         torch: Any = loaded("torch")
@@ -111,16 +111,16 @@ class _ExtraState(PartState):
         self.target.set_extra_state(decode_state(value))
 
 
-# ---- modules and optimizers with their own methods or hooks for their state
+# ---- modules and optimizers that customize their state with methods or hooks
 
-OWN_STATE = "_own_state"  # edge name from a module to the entries of its state_dict() that are not in the graph
+OWN_STATE = "_own_state"  # name of the edge from a module to the state_dict() entries that are not in the graph
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _MODULE_HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
-# Methods and hooks from these libraries only look up or wrap values that are in the graph anyway.
+# Methods and hooks of these libraries only access or wrap values that the graph already contains.
 _TRANSPARENT = (
     *("torch.nn.", "torch.optim", "torch.distributed."),
     *("lightning.", "lightning_fabric.", "pytorch_lightning."),
@@ -128,7 +128,7 @@ _TRANSPARENT = (
 
 
 def has_own_protocol(target: Any) -> bool:
-    """True if an overridden method or a hook changes the state dict of a module or optimizer."""
+    """True if an overridden method or a hook customizes the state dict of a module or optimizer."""
     methods, tables = (_MODULE_METHODS, _MODULE_HOOKS) if is_module(target) else (("state_dict",), _OPTIMIZER_HOOKS)
     hooks = (hook for table in tables for hook in vars(target).get(table, {}).values())
     return (
@@ -150,37 +150,38 @@ def _is_transparent(owner: Any) -> bool:
 
 
 def _function(hook: Any) -> Any:
-    """Return a hook's underlying function, which torch and partial() wrap."""
+    """Return the function inside a hook that torch or partial() has wrapped."""
     while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
         hook = inner
     return hook
 
 
 class ModuleState(PartState):
-    """The entries of a module's ``state_dict()`` and its children's, except for the parameters in the graph."""
+    """The entries of a module's ``state_dict()``, except for parameters that the graph already contains."""
 
-    # Buffers are included, because a module may accept them with another shape, or recompute them.
+    # Buffers are included, because a module may load them with a different shape or recompute them.
 
     def get(self) -> Any:
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # else one sum per process
+        # With several processes, each has its own sum, which is not saved.
+        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
-        state = copy.copy(self.target.state_dict())  # copy() keeps torch's metadata, which is an attribute
+        state = copy.copy(self.target.state_dict())  # copy() keeps the _metadata attribute that torch adds
         wrapped = dict(zip(joined_names(list(state)), state, strict=True))
         for name in self._beyond(state):
             del state[name]
         decoded = decode_state(value)
-        saved = decoded.pop(_ACCUMULATED, None)  # missing in checkpoints of earlier versions
+        saved = decoded.pop(_ACCUMULATED, None)  # missing from checkpoints of earlier versions
         names = set(wrapped.values())
         extra = {key if key in names else wrapped.get(unwrapped_name(key), key): leaf for key, leaf in decoded.items()}
         state.update(extra)
-        # The module may return parameters in another form, such as half precision, so keep those from the graph.
+        # The state_dict() may convert parameters, for example to half precision, so keep the values from the graph.
         names = set(map(unwrapped_name, extra))
         named = self.target.named_parameters()
         exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
@@ -188,7 +189,7 @@ class ModuleState(PartState):
         with torch.no_grad():
             for parameter, before in exact:
                 parameter.copy_(before)
-        # Only process 0 continues the sum; the others start from zero, because the sums of all processes are added up.
+        # torchmetrics adds up the sums of all processes, so only process 0 continues the saved sum.
         if saved is not None and current_coordinator().process_index == 0:
             set_accumulated(self.target, saved)
 
@@ -199,11 +200,11 @@ class ModuleState(PartState):
         return [name for name in names if not (is_torch_tensor(state[name]) and _memory(state[name]) in in_graph)]
 
 
-_ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumulated state, missing in state_dict()
+_ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumulated state, which state_dict() omits
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
-    """Return what a torchmetrics metric has accumulated since its last reset; its ``state_dict()`` lacks it."""
+    """Return the state that a torchmetrics metric has accumulated, which its ``state_dict()`` omits."""
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
@@ -218,12 +219,12 @@ def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
 
 
 def is_buffer(module: Any, name: str) -> bool:
-    """True if a module's attribute is a buffer, which is saved with the module's own state."""
+    """True if a module's attribute is a buffer that is saved as part of the module's own state."""
     return is_module(module) and name in module._buffers and type(module._buffers[name]).__name__ != "DTensor"
 
 
 def _memory(tensor: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors that view the same memory with the same shape and strides."""
+    """Return a key that identifies the memory, dtype, shape, strides and device of a tensor."""
     local = getattr(tensor, "_local_tensor", tensor)
     if is_uninitialized(local) or not is_dense(local):
         return (id(tensor),)
@@ -231,28 +232,28 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 
 
 # ---- torch optimizers keep values for each parameter ("optimizer slots") and options for each group of parameters.
-# Both are matched by parameter, never by index: reordered modules or groups do not swap them.
+# Both are matched by parameter, never by index, because the order of modules or groups may change.
 
-OPTIMIZER_SLOTS = "slots"  # name of the node for a torch optimizer's per-parameter values, keyed by parameter path
-GROUPS = "groups"  # edge name from a torch optimizer to its group options
-# Options that affect how an optimizer computes, but not what it computes; they depend on the program's devices.
+OPTIMIZER_SLOTS = "slots"  # path segment and document key for a torch optimizer's per-parameter values
+GROUPS = "groups"  # name of the edge from a torch optimizer to its group options
+# These options select an implementation for the program's devices without changing what the optimizer computes.
 _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group options that are saved, such as the learning rate, keyed by name."""
+    """Return the options of a parameter group that are saved, such as the learning rate, keyed by name."""
     return {name: value for name, value in group.items() if not name.startswith("param") and name not in _EXECUTION}
 
 
 class OptimizerSlot:
-    """One value that an optimizer keeps for a parameter; the value may not exist yet."""
+    """An optimizer's value for one parameter, such as a moment estimate; it may not exist yet."""
 
     def __init__(self, optimizer: Any, group: dict[str, Any], parameter: Any, name: str) -> None:
         self.anchor = self.parameter = parameter
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # `state` is read each time, because a wrapper's load_state_dict() may replace it
+        self._optimizer = optimizer  # keep no reference to its `state`, which a wrapper's load_state_dict() may replace
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -263,7 +264,7 @@ class OptimizerSlot:
 
 
 class OptionSlot:
-    """One option of a parameter group; the option may not exist yet. A tensor option is changed in place."""
+    """An option of a parameter group, which may not exist yet; an option that is a tensor is updated in place."""
 
     def __init__(self, optimizer: Any, number: int, name: str) -> None:
         self.anchor = optimizer
@@ -294,7 +295,7 @@ _KEY = "holdfast.key:"  # name prefix for values whose keys are numbers or tuple
 
 
 def slot_name(key: Any) -> str:
-    """Return the checkpoint name for the key of an optimizer value."""
+    """Return the name under which an optimizer value with the given key is saved."""
     return key if isinstance(key, str) else _KEY + json.dumps(key)
 
 
@@ -303,7 +304,7 @@ def slot_key(name: str) -> Any:
 
 
 def is_single_leaf(value: object) -> bool:
-    """True if an optimizer value is a single leaf rather than a tree, such as a list of tensors."""
+    """True if an optimizer value is a single leaf, as opposed to a tree such as a list of tensors."""
     return is_torch_tensor(value) or is_python_value(value)
 
 
@@ -312,7 +313,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
-    """Return a template sharded like the parameter if that is a DTensor with the shape of the value; else ``...``."""
+    """Return a template that is sharded like the parameter if it is a DTensor of the same shape; otherwise, ``...``."""
     if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
         return ...
     torch: Any = loaded("torch")
@@ -352,17 +353,17 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
-# Their variables are their state. As in TensorFlow, a variable or layer is named by the attribute that holds it.
-# If there is none, as in a Sequential model, a layer has the name that the program gave it, or its class name
-# numbered within the layer that holds it, as in the files of ``save_weights``
-# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). Keras counts layers in each process
-# (``dense_1``), so a second model gets different names.
+# The state of these objects consists of their variables. As in TensorFlow, a variable or layer is named after the
+# attribute that holds it. A layer that no attribute holds, as in a Sequential model, is named by the program, or else
+# by its class and a number within its parent, as in the files of ``save_weights``
+# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). The names that Keras generates
+# (``dense_1``) are unsuitable, because they count all layers of a process.
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
 
 
-@lru_cache(maxsize=1024)  # many objects, few types
+@lru_cache(maxsize=1024)  # there are many objects, but few types
 def _kind_of(cls: Any) -> str | None:
     return next((base.__name__ for base in cls.__mro__ if base.__name__ in _KINDS and _is_of_keras(base)), None)
 
@@ -384,18 +385,18 @@ def keras_kind(value: object) -> str | None:
 
 
 def bare_variable(value: Any) -> Any:
-    """Return the torch parameter behind a Keras variable; any other object is returned as it is."""
+    """Return the torch parameter behind a Keras variable; return any other object unchanged."""
     return _value(value) if _kind(value) == VARIABLE and is_torch_tensor(_value(value)) else value
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return the variables and parts of a Keras object by name, including TensorFlow's lists that ``saved`` names."""
-    # `order` has the index, in the saved lists, of each optimizer parameter's values.
+    """Return a Keras object's named variables and parts, including the TensorFlow lists named in ``saved``."""
+    # For each optimizer parameter, `order` has the index of its values in the saved lists.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
-        if not held or name == "_layers":  # a Sequential model's list of layers, which get numbered names instead
+        if not held or name == "_layers":  # the layers of a Sequential model get numbered names instead
             continue
         if order is not None and isinstance(part, list) and len(part) == len(order):
             part = [part[order.index(index)] for index in range(len(order))]
@@ -411,12 +412,12 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
 
 
 def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and parts under their variable names and numbered class names, as in earlier versions."""
+    """Return the variables and parts of a Keras object under the names that earlier versions used."""
     return _numbered(_parts(value))
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and parts of a Keras object, and the optimizer of a model, under their own names."""
+    """Return a Keras object's variables, layers and optimizer with their names."""
     if _kind(value) == OPTIMIZER:  # optimizer variable names contain layer names, which Keras numbers per process
         return [(f"variable_{index}", variable) for index, variable in enumerate(value.variables)]
     if _kind(value) != LAYER:
@@ -438,12 +439,12 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
-    """Return an attribute's content as plain lists and dictionaries, and the ids of the variables and layers in it."""
+    """Convert an attribute's value to plain containers; return it with the ids of the variables and layers in it."""
     if id(child) in wanted:
         return child, {id(child)}
     if _kind(child) not in (None, LAYER, VARIABLE):
         return child, wanted.intersection(map(id, _variables(child)))
-    # Keras wraps the program's containers in its own classes, so plain containers are its internal records.
+    # Keras wraps the program's containers in its own classes, so a plain list or dict is internal to Keras.
     if not isinstance(child, list | tuple | dict) or not (isinstance(child, tuple) or _is_of_keras(type(child))):
         return None, set()
     parts = [_held(part, wanted) for part in (child.values() if isinstance(child, dict) else child)]
@@ -452,7 +453,7 @@ def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
 
 
 def why_not_saved(value: Any) -> str | None:
-    """Return the reason why a Keras object cannot be saved as it is; None if it can."""
+    """Return why a Keras object cannot be saved, or None if it can."""
     if getattr(value, "built", True) is False:
         how = "build(variables)" if _kind(value) == OPTIMIZER else "build(input_shape), or call it once"
         return f"has no variables yet, as it is not built: call its {how}, before a save or a restore"
@@ -497,7 +498,7 @@ def _layer_name(layer: Any) -> str:
 
 
 def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Make names unique: the first of equal names stays as it is, and later ones get a number appended."""
+    """Make names unique by appending a number to all but the first of several equal names."""
     unique: dict[str, Any] = {}
     for name, value in pairs:
         numbered = (f"{name}_{number}" for number in itertools.count(1))
@@ -506,6 +507,6 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _overridden(cls: type, methods: tuple[str, ...], *, everywhere: bool = False) -> bool:
-    """True if a class outside Keras overrides a method; with ``everywhere``, subclasses within Keras count, too."""
+    """True if a class outside Keras overrides a method; with ``everywhere``, Keras subclasses count as well."""
     owners = [base for name in methods for base in [b for b in cls.__mro__ if name in vars(b)][:1]]
     return any(not _is_of_keras(owner) or (everywhere and owner.__name__ != LAYER) for owner in owners)

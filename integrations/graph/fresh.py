@@ -1,4 +1,4 @@
-"""Describe a program's objects before its first step, to detect saves that could not be restored into them."""
+"""Describe the initial objects of a program, to detect saves that could not be restored into them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """One object, described without its value, because training steps change that."""
+    """The description of an object, without its value, which changes during training."""
 
     def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.has_values = slot is not None, node.has_value  # whether it has values, or an object below it
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # whether it or an object below it has values
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
-        # Whether a restore can take the elements as one value (`opens`), or create the object itself (`is_made`).
+        # Whether a restore can put a container in place of the leaf (`opens`), or create the object itself (`is_made`).
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
-        # Whether a restore can replace all elements at once: if none of them is an array, or even if some are.
+        # Whether a restore can replace all elements at once; `is_plain[True]` allows arrays among them.
         self.is_plain = is_plain(node.value, plain[0]), is_plain(node.value, plain[1], arrays=True)
         self.is_made = is_array or self.is_plain[True]
         self.is_tuple, self.is_container = isinstance(node.value, tuple), type(node.value) in PLAIN_CONTAINERS
@@ -48,7 +48,7 @@ class FreshObjects:
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
         uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))
-        for node in reversed(live.own):  # in reverse, because objects come after those that hold them
+        for node in reversed(live.own):  # from the bottom up, because holders come before the objects they hold
             described = objects[id(node)]
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())
@@ -63,7 +63,7 @@ class FreshObjects:
         return cls(walk(root))
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
-        """Yield a line for each part of the later objects that could not be restored into the fresh ones."""
+        """Yield a message for each of the later objects that could not be restored into the fresh ones."""
         queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
         seen, first = set[tuple[int, int]](), dict[int, tuple[int, Path]]()
         for fresh, now, path in queue:
@@ -91,14 +91,14 @@ class FreshObjects:
 
 
 def _is_replaced(fresh: _Object, now: _Object) -> bool:
-    """Return whether a restore replaces all elements of a plain sequence at once."""
+    """True if a restore replaces all elements of a plain sequence at once."""
     changes = len(fresh.edges) != len(now.edges)
     is_new = now.is_made if changes else now.is_plain[False] and not fresh.is_tuple
     return is_new and fresh.is_sequence and now.is_sequence and fresh.is_plain[changes]
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
-    """Return why a value that is restored as a whole would not fit; None if it would."""
+    """Return why a saved value would not fit a fresh object, or None if it would."""
     wanted, saved = fresh.template, now.template
     if wanted is None:
         return None
@@ -111,7 +111,7 @@ def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
 
 
 def _template(node: LiveNode) -> LeafTemplate | None:
-    """Return the template for a single array or plain value; None for anything else."""
+    """Return the template for a single array or plain value, or None for anything else."""
     if not (node.has_value and isinstance(node.slot, TensorSlot | Attachment | BoxSlot)):
         return None
     value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()

@@ -1,4 +1,4 @@
-"""A manager for the numbered checkpoints of one checkpoint object in one directory."""
+"""A manager that keeps numbered checkpoints of a checkpoint object in a directory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on the start time below
-_SINCE = "holdfast.since"  # step metadata key: the time at which the directory's first manager was created
+_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the start time below
+_SINCE = "holdfast.since"  # step metadata key for the time when the directory's first manager was created
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options(CheckpointManagerOptions):
-    """Options whose first retention period begins before the first step, as in TensorFlow."""
+    """Options whose hourly retention rule counts from the creation of the first manager, as in TensorFlow."""
 
     since: float
 
@@ -47,31 +47,31 @@ class _Apart(Every):
 
 
 class CheckpointManager:
-    """Keeps numbered checkpoints of one checkpoint object in one directory: ``<directory>/<name>-<number>``.
+    """Keeps numbered checkpoints of a checkpoint object in a directory, as ``<directory>/<name>-<number>``.
 
-    It writes an ordinary step directory, which ``holdfast ls`` lists; only one run at a time may write to it.
+    The directory is an ordinary step directory that ``holdfast ls`` can list. Only one run may write to it at a time.
 
     Args:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep one checkpoint per this many hours permanently, as TensorFlow does: each
-            saved this long or more after the last one, or after the directory's first manager was created. It is pinned
-            when the limit would delete it: no later manager deletes or lists it, whatever its options are.
-        checkpoint_name: The name before the number.
-        step_counter: The program's step: a number that changes in place, such as a `Value` or a tensor, or a
-            function that returns it.
-        checkpoint_interval: Save only if the step counter has advanced by this much since the last save.
+        keep_checkpoint_every_n_hours: Permanently keep each checkpoint saved at least this many hours after the last
+            kept one, or after the creation of the directory's first manager, as TensorFlow does. It is pinned when
+            ``max_to_keep`` would delete it; later managers neither delete nor list it, whatever their options.
+        checkpoint_name: The part of each checkpoint's name before the number.
+        step_counter: The program's step counter: an object that changes in place, such as a `Value` or a tensor, or a
+            function that returns the step.
+        checkpoint_interval: Save only if the step counter has advanced by at least this many steps since the last save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
-        last_checkpoint_step: The step of an earlier checkpoint, from which the interval is counted.
-        background: Return from `save` as soon as the objects may be changed again, and write in the background.
+        last_checkpoint_step: The step of an earlier checkpoint from which to count the interval.
+        background: Write in the background; `save` returns as soon as the objects may be modified.
         layout: Sizes of chunks, segments and data files.
         clock: The time source.
-        mirror: A second location, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in
-            the background, and `restore_or_initialize` restores the newest of both locations.
+        mirror: A second location, such as ``s3://bucket/run``, or a `holdfast.Mirror`. Checkpoints are copied there in
+            the background, and `restore_or_initialize` restores the newest checkpoint of both locations.
 
-    Local steps (``local=`` of other managers) are numbered by the updates of a loop, whereas these checkpoints have
-    their own numbers: `holdfast.CheckpointCallback` saves the same objects, and supports ``local=``.
+    There is no ``local=`` option, because host-local steps are numbered by training step, whereas these checkpoints
+    have numbers of their own. `holdfast.CheckpointCallback` saves the same objects and supports ``local=``.
 
     Raises:
         OptionError: An option is invalid.
@@ -122,7 +122,7 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init = init_fn
         self._last = last_checkpoint_step
-        self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` as it was before it
+        self._saving: tuple[int, int | None] | None = None  # number of the last save, and the previous value of `_last`
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
         self._facts = {} if hours is None else {_SINCE: self._since(clock or SystemClock())}
@@ -139,9 +139,9 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._later: set[int] = set()  # steps after the last restored step, which may be saved again
+        self._later: set[int] = set()  # steps after the restored one, which may be saved again
         self._limit = None if hours is None else max_to_keep
-        self._left: set[int] = set()  # steps that a save has already pushed beyond the limit
+        self._left: set[int] = set()  # steps beyond the limit that `_preserved` has already considered
         checkpoint._holdfast.managers.add(self)
 
     @property
@@ -162,26 +162,26 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints from the oldest to the newest, without those that are kept permanently."""
+        """The paths of the checkpoints from oldest to newest, except for those kept permanently."""
         why = {step: self._steps.why_kept(step) for step in self._in_order()}
         for_good = [step for step in why if "pinned" in why[step] or (why[step] and all(map(_is_period, why[step])))]
         return [self._path(step) for step in why if step not in for_good]
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
-        """Save, unless the checkpoint interval has not passed yet.
+        """Save a checkpoint if the checkpoint interval has passed.
 
         Args:
-            checkpoint_number: The number for the name, instead of the next one; may be a counter from any library.
-            check_interval: Whether to respect `checkpoint_interval`. A step that was just saved is never saved again.
+            checkpoint_number: The number to use instead of the next one; may be a counter object from any library.
+            check_interval: Whether to respect `checkpoint_interval`. The last saved step is never saved again.
 
         Returns:
-            The checkpoint's path, or None if it is too early. A background save is not committed yet.
+            The checkpoint's path, or None if nothing was saved. A background save may not be committed yet.
 
         Raises:
-            CheckpointExistsError: The number is taken, and not by a checkpoint after the last restored one.
-            StateError: Values from an earlier restore still wait for their objects, or objects for their values.
-            SaveFailedError: The previous background save failed; this save is done nevertheless.
-            OwnershipError: Another run writes to this directory.
+            CheckpointExistsError: The number belongs to a checkpoint that is not newer than the last restored one.
+            StateError: Saving would lose values that an earlier restore has not assigned to objects yet.
+            SaveFailedError: The previous background save failed; the current save is performed anyway.
+            OwnershipError: Another run is writing to this directory.
         """
         step, failed = None if self._counter is None else _number(self._counter), None
         self._forget_failed()
@@ -190,12 +190,12 @@ class CheckpointManager:
             if is_early or step == self._last:
                 return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
-        if self._limit is not None:  # because a save in progress counts toward the limit
+        if self._limit is not None:  # a save in progress counts toward the limit, too
             try:
                 self._steps.wait_until_finished()
             except SaveFailedError as error:
                 failed = error
-        # Process 0 decides for all: other processes may see an outdated directory listing.
+        # Process 0 decides for all processes, because others may see an outdated directory listing.
         counter, number, left, preserved = self._steps.processes.decide("number", self._next, wanted)
         for preserved_step in preserved:
             self._steps.pin(preserved_step)
@@ -206,7 +206,7 @@ class CheckpointManager:
                 self._steps.save(
                     number, item, force=True, custom_metadata=facts or None, save_kwargs=self._kwargs, reason=reason
                 )
-            except SaveFailedError as error:  # from the previous save; this one is in progress
+            except SaveFailedError as error:  # the error of the previous save; the current one is in progress
                 failed = error
         self._saving, self._last = (number, self._last), step
         self._later.discard(number)
@@ -220,14 +220,14 @@ class CheckpointManager:
         Damaged checkpoints are skipped with a warning.
 
         Args:
-            **options: Those of `Checkpoint.restore`: ``partial``, ``rename``, ``select``, ``exclude``.
+            **options: Arguments of `Checkpoint.restore`: ``partial``, ``rename``, ``select`` and ``exclude``.
 
         Returns:
-            The checkpoint's path, or None. The status of the restore is in `status`.
+            The path of the restored checkpoint, or None. The `status` attribute has the status of the restore.
 
         Raises:
             NoWholeCheckpointError: All existing checkpoints are damaged.
-            TreeMismatchError: Shapes or dtypes of objects differ from those of their values; nothing was changed.
+            TreeMismatchError: An object and its value differ in shape or dtype; nothing was changed.
             UnsupportedLeafError: An attached object can be neither saved nor restored.
         """
         restored = self._steps.restore_latest(CheckpointTemplate(self._checkpoint, **options))
@@ -240,12 +240,12 @@ class CheckpointManager:
         return self._path(restored.step)
 
     def peek(self) -> Peek | None:
-        """Return the result of `Checkpoint.peek` for the newest checkpoint; None if there is none."""
+        """Return the result of `Checkpoint.peek` for the newest checkpoint, or None if there is none."""
         newest = self.latest_checkpoint
         return None if newest is None else self._checkpoint.peek(newest)
 
     def _note_restore(self, stored: StoredGraph) -> None:
-        """Count the interval from a restored checkpoint, if it is in this directory."""
+        """If a restored checkpoint is in this directory, count the interval from its step."""
         location = stored.checkpoint
         if str(location) != str(self._directory / location.name):
             return
@@ -255,11 +255,11 @@ class CheckpointManager:
             self._saving, self._last = None, _number(self._counter)
 
     def wait_until_finished(self) -> None:
-        """Wait for the save in progress; raise SaveFailedError if it failed."""
+        """Wait for the save in progress, and raise SaveFailedError if it fails."""
         self._steps.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the save in progress and release the directory; raise SaveFailedError if the save failed."""
+        """Wait for the save in progress and release the directory; raise SaveFailedError if the save fails."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.close()
 
     def _since(self, clock: Clock) -> float:
-        """Return the time at which the directory's first manager was created; 0 if its checkpoints do not record it."""
+        """Return when the directory's first manager was created, or 0 if its checkpoints do not record that."""
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
@@ -277,7 +277,7 @@ class CheckpointManager:
         return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the save's number, the steps a restore has left behind, and the steps to pin."""
+        """Return the save counter, the checkpoint's number, the steps left behind by a restore, and those to pin."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -293,7 +293,7 @@ class CheckpointManager:
         return [following, number, left, self._preserved(number)]
 
     def _preserved(self, number: int) -> list[int]:
-        """Return the steps that a save pushes beyond the limit but the hourly rule keeps permanently."""
+        """Return the steps that a save pushes beyond the limit and that the hourly rule keeps permanently."""
         if self._limit is None:
             return []
         steps = [step for step in self._in_order() if step != number]
@@ -303,12 +303,12 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps in the order of their saves; steps left behind by a restore come before the newest."""
+        """Return all steps in the order of their saves, starting with those that a restore left behind."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """If the last save failed, count the interval from the one before; only a single process knows this at once."""
+        """If the last save failed, count the interval from the one before. Only a single process can detect this."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None

@@ -1,6 +1,6 @@
-"""Match the program's objects with the nodes of a checkpoint, by walking both graphs at once.
+"""Match the program's objects with the nodes of a checkpoint by walking both graphs together.
 
-A torch optimizer's values and options are matched by its parameters, if program and checkpoint contain them.
+The values and options of a torch optimizer are matched by parameter if both graphs contain the parameters.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _SCHEDULED = "initial_lr"  # schedulers add this option to the groups of any opt
 
 
 class _Visit(NamedTuple):
-    """An object that may correspond to a saved node."""
+    """A saved node, together with an object that may correspond to it."""
 
     number: int
     value: Any
     view: View
     path: Path
     slot: Slot | None = None  # None for a root
-    within: frozenset[int] = frozenset()  # ids of the immutable containers that hold it
+    within: frozenset[int] = frozenset()  # ids of the immutable containers around the object
 
 
 class Matching:
-    """Matches checkpoint nodes with live objects; ``final`` means that the program will not build more objects."""
+    """Matches checkpoint nodes with live objects; with ``final``, no objects are expected to be attached later."""
 
     def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
         self.values = values
         self.bindings = Bindings(graph)
-        self.unused: dict[int, Path] = {}  # values for which their counterparts in the program have no place
-        self.waiting: list[Any] = []  # holders that lack an object for a value below them
-        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # each dictionary with its keys in the saved order
-        self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
+        self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
+        self.waiting: list[Any] = []  # holders in which the object for a saved value is missing
+        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
+        self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
-        self._final = final  # whether to create arrays that the program's containers lack
+        self._final = final  # whether to create arrays that are missing from the program's containers
         self._optimizers: dict[int, _LiveOptimizer] = {}
-        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by id
+        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by its id
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Yield assignments for everything reachable from the root."""
@@ -62,7 +62,7 @@ class Matching:
         yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Yield assignments for new objects below a bound holder: under the given key, or any key if it is None."""
+        """Yield assignments for new objects under the given key of a bound holder, or under any key if it is None."""
         self.bindings.begin()
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
@@ -78,7 +78,7 @@ class Matching:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """If the block fails, undo all bindings that were made since the last call of `from_root` or `from_holder`."""
+        """If the block fails, undo all bindings made since the last call of `from_root` or `from_holder`."""
         try:
             yield
         except BaseException:
@@ -89,21 +89,21 @@ class Matching:
     def _match(
         self, queue: list[_Visit], *, rebind: bool = False, start: _Visit | None = None, last: bool = False
     ) -> Iterator[Assignment]:
-        """Walk both graphs; without ``rebind``, do not descend into bound objects, except ``start``."""
+        """Walk both graphs; without ``rebind``, skip the contents of bound objects, except for those of ``start``."""
         seen: set[tuple[int, int]] = set()
         later: list[_Visit] = []
         self._slots.clear()
-        for visit in queue:  # the queue grows in the loop, and keeps all objects alive, so that ids stay unique
+        for visit in queue:  # the queue grows in the loop; it keeps all objects alive, so that their ids stay unique
             number, value, view = visit.number, visit.value, visit.view
             has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
             if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
-                later.append(visit)  # an optimizer's values are matched by its parameters, which must come first
+                later.append(visit)  # nodes saved elsewhere and optimizer parameters must be bound first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # Parts of an immutable container are visited wherever it is attached, because it is rebuilt in each place.
+            # An immutable container is visited at each of its paths, because it is rebuilt separately for each.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
@@ -123,14 +123,14 @@ class Matching:
             yield from self._match(later, rebind=rebind, start=start, last=True)
 
     def _is_opened(self, number: int, leaf: Leaf) -> bool:
-        """True if an object that is one value in the program is stored as several in the checkpoint."""
+        """True if an object that is a single value in the program is stored as several values."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
         is_plain = self.graph.nodes[number].type in SEQUENCES and self.values.below(number) is not None
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # Also None if the container holds an object that is bound elsewhere in the program.
+        # Containers with an object that is bound elsewhere in the program are excluded as well.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -144,23 +144,23 @@ class Matching:
                 slot = visit.slot  # an object that changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # or saved in a plain state_dict()
+        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # also reads a plain state_dict()
             covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
     def _branch(self, visit: _Visit, view: Branch, queue: list[_Visit]) -> Iterator[Assignment]:
-        """Follow the edges that both graphs have; plain values need no edge in the program."""
+        """Follow the edges that both graphs have; plain values do not need an edge in the program."""
         number, value, path = visit.number, visit.value, visit.path
         saved = self.graph.nodes[number].edges
         changes = view.sequence and len(view.edges) != len(saved)
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # Objects appended to a list later can be restored then; those appended to a deque would go unnoticed.
+            # Objects that are appended to a list later can still be restored, but not those appended to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Existing elements keep their identity if they are in a tuple, or if other objects refer to them as well.
+            # Unless their number changes, elements of a tuple and elements with other references keep their identity.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -182,12 +182,12 @@ class Matching:
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
-                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's method loses the key order
+                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict.__setitem__ would lose the order
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # The graph of a plain tree, which has no states, has additional edges for the parts of dotted keys.
+                # The graph of a plain tree, which never has own states, has additional edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -198,7 +198,7 @@ class Matching:
         if self.graph.numbers_keras:
             return view.numbered()
         node = self.graph.nodes[number]
-        listed = node.edges.get("_trainable_variables")  # as TensorFlow saves them
+        listed = node.edges.get("_trainable_variables")  # TensorFlow's list of parameters
         in_lists = [] if listed is None else list(self.graph.nodes[listed].edges.values())
         saved = node.groups[0] if node.groups else in_lists
         if not view.parameters or not saved:
@@ -207,7 +207,7 @@ class Matching:
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters are different
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters differ
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
         """Yield assignments of values and options for newly bound optimizers and parameters."""
@@ -221,7 +221,7 @@ class Matching:
                     yield from self._of_optimizer(optimizer, live, path, due)
 
     def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
-        """Yield assignments of an optimizer's values for parameters, and of the options of these parameters' groups."""
+        """Yield assignments of an optimizer's values for the parameters in ``due``, and of their groups' options."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:
@@ -240,7 +240,7 @@ class Matching:
                 live.origins.setdefault(index, set()).add(live.saved_group[saved])
                 touched.add(index)
         for index in sorted(touched):
-            # If the parameters come from several saved groups, the options stay as they are.
+            # If the parameters of a group come from several saved groups, its options stay unchanged.
             origin = min(live.origins[index]) if len(live.origins[index]) == 1 else -1
             for segment, value in live.saved_options.get(origin, {}).items():
                 where, name = (*path, GROUPS, str(index), segment), unescape_key(segment)
@@ -251,7 +251,7 @@ class Matching:
 
 
 def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
-    """Return the slot for all elements of a plain sequence in the program; None for any other object."""
+    """Return the slot for all elements of a plain sequence in the program, or None for any other object."""
     value, slot = visit.value, visit.slot
     if slot is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
@@ -259,7 +259,7 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
 
 
 class Binding(NamedTuple):
-    """An object that is bound to a node, with its path."""
+    """The binding of an object to a node."""
 
     identity: int | None  # id of the object; None if a restore may replace it
     path: Path
@@ -272,14 +272,14 @@ class Binding(NamedTuple):
 
 
 class Bindings:
-    """Bindings of objects to nodes; the changes of one pass can be undone."""
+    """Bindings of objects to nodes; those made in one pass can be undone."""
 
     def __init__(self, graph: SavedGraph) -> None:
         self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects that match the same node
         self._graph = graph
         self.by_number: dict[int, list[Binding]] = {}
-        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of each object, keyed by its id
-        self._before: list[tuple[int, list[Binding]]] = []  # bindings as they were before the pass, with their nodes
+        self._numbers: dict[int, dict[int, None]] = {}  # nodes to which each object may be bound, keyed by its id
+        self._before: list[tuple[int, list[Binding]]] = []  # nodes, each with its bindings before the pass
 
     @property
     def fresh(self) -> dict[int, None]:
@@ -307,12 +307,12 @@ class Bindings:
         return [(number, binding) for number, binding in pairs if binding.identity == identity and binding.lives]
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
-        """Bind an object to a node; return False if another object is bound to it already."""
+        """Bind an object to a node; return False if another object is already bound to it."""
         bindings, value = self.by_number.get(number, []), _rooted(value)
         identity = id(value) if fixed else None
         if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
             return True
-        kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
+        kept = [binding for binding in bindings if binding.path != path]  # replaces an object at the same path
         others = [binding for binding in kept if binding.identity not in (None, identity) and binding.lives]
         if fixed and others:
             if self.conflicts.get(number) != (others[0].path, path):
@@ -329,32 +329,32 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root behind a checkpoint object; any other object is returned as it is."""
+    """Return the root that a node stands for; return any other object unchanged."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 
 
 class _LiveOptimizer:
-    """An optimizer that is matched with one in the checkpoint; groups are identified by their parameters."""
+    """An optimizer that is matched with a saved one; groups are identified by their parameters."""
 
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
         node, groups = graph.nodes[number], optimizer.param_groups
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # saved groups that the parameters come from, keyed by group index
+        self.origins: dict[int, set[int]] = {}  # for each group index, the saved groups of its parameters
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
         self.saved_options = {int(key): graph.nodes[child].edges for key, child in options.items() if key.isdecimal()}
-        # Classes are related if equal, if one derives from the other, or if they are torch optimizers with the same
-        # options, because AdamW did not derive from Adam before torch 2.7.
+        # Classes are related if they are equal, if one derives from the other, or if both are torch optimizers with the
+        # same options, because AdamW did not derive from Adam before torch 2.7.
         cls = type(getattr(optimizer, "optimizer", optimizer))
         of_torch = node.type.startswith(_TORCH) and cls.__module__.startswith(_TORCH)
         alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()
         self.related = alike or is_kin(cls, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """True if this describes another optimizer, or if parameters have been added since."""
+        """True if this describes another optimizer, or if parameters have since been added."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes

@@ -1,7 +1,7 @@
-"""Detect objects that hold no state, that cannot be saved by their attributes, or that only wrap another object.
+"""Detect objects that have no state, whose attributes do not hold all of their state, or that wrap another object.
 
-The walk reads attributes. Values held by an extension type, a framework's runtime or another process would be
-lost without an error, so an object is walked only if Python attributes hold all of its values.
+The walk reads only attributes. It would silently lose values held by an extension type, a framework's runtime or
+another process, so objects with such values are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # where the values are, keyed by module prefix of the class or of a base class
+_ELSEWHERE = {  # location of the values, keyed by the module prefix of the class or a base class
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
@@ -36,8 +36,8 @@ _ELSEWHERE = {  # where the values are, keyed by module prefix of the class or o
     "tf_keras.": "in TensorFlow",
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
-_CODE_MODULES = ("builtins", "operator", "types")  # modules of further classes whose instances are callable
-# Process tools, and settings that a program creates at every start, hold no training state.
+_CODE_MODULES = ("builtins", "operator", "types")  # modules of other classes whose callable instances are code
+# Process-level tools, and settings that a program creates at every start, hold no training state.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
     *("threading.", "logging.", "weakref.", "argparse.", "typing.", "inspect.", "concurrent.futures."),
@@ -52,11 +52,11 @@ _TOOL_NAMES = {
 
 
 def is_code_or_tool(value: Any) -> bool:
-    """True if an object is skipped without a warning: code, a lock, a logger, a path, a device, an output file."""
+    """True for objects that are skipped without a warning, such as code, locks, loggers, paths and output files."""
     is_code = callable(value) and (type(value).__module__ in _CODE_MODULES or hasattr(value, "__wrapped__"))
     if is_code or isinstance(value, (*_CODE, *_TOOLS)):
         return True
-    name = class_name(value)  # exact types, because a class that the program derives from one of these may hold state
+    name = class_name(value)  # exact types, because a subclass defined by the program may hold state
     if name in _TOOL_NAMES or name.startswith(_TOOL_MODULES):
         return True
     if isinstance(value, io.IOBase):
@@ -68,12 +68,12 @@ def is_code_or_tool(value: Any) -> bool:
 
 
 def is_actor_class(cls: Any) -> bool:
-    """True for an actor class made by ``ray.remote``: its instance is uninitialized, so it is code without state."""
+    """True for a class that ``ray.remote`` created; its instances are uninitialized and hold no state."""
     return any(name_of_class(base) == "ray.actor.ActorClass" for base in cls.__mro__)
 
 
 def why_refused(value: Any) -> str | None:
-    """Return why an object's attributes do not hold all of its state; None if they do."""
+    """Return why an object's attributes do not hold all of its state, or None if they do."""
     cls = type(value)
     name = class_name(value)
     for prefix, where in _ELSEWHERE.items():
@@ -89,7 +89,7 @@ def why_refused(value: Any) -> str | None:
 
 
 def why_more(container: Any, keys: Iterable[Any]) -> str | None:
-    """Return why a container has more state than its contents; None if it has no more."""
+    """Return a message about attributes that a container has in addition to its items, or None if it has none."""
     expected = {*keys, "_metadata"}  # torch adds this attribute to its state dicts
     attributes = getattr(container, "__dict__", {})
     more = [name for name in attributes if name not in expected and not name.startswith(("__", "_holdfast_"))]
@@ -103,7 +103,7 @@ def why_more(container: Any, keys: Iterable[Any]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _hiding(cls: Any) -> Any | None:
-    """Return the class or base class whose instances hold more than ``__dict__`` and ``__slots__``, or None."""
+    """Return the class or base class that stores data outside ``__dict__`` and ``__slots__``, or None."""
     while cls is not object:
         base, entries = cls.__base__, vars(cls)
         pointers = sum(name in entries for name in ("__dict__", "__weakref__"))
@@ -116,7 +116,7 @@ def _hiding(cls: Any) -> Any | None:
 
 
 def derived_classes(base: type) -> list[type]:
-    """Return all direct and indirect subclasses of a class; direct ones come first."""
+    """Return all direct and indirect subclasses of a class; direct subclasses come first."""
     classes: list[type] = type.__subclasses__(base)
     for cls in classes:  # the list grows in the loop
         further: list[type] = type.__subclasses__(cls)
@@ -125,20 +125,20 @@ def derived_classes(base: type) -> list[type]:
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a name may refer to a class, even if moved or wrapped since, or to one of its bases or subclasses."""
+    """True if a saved name may refer to a class, one of its bases or a subclass, even if it was moved or wrapped."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))
 
 
-_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # their names do not tell which optimizer is inside
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # names that do not reveal the wrapped optimizer
 _WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # name prefixes of generated wrapper classes
 
 
 # ---- wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing
 #
-# The graph has the module in place of its wrapper, so paths do not depend on how a program runs its module: a module
-# saved bare is restored into a wrapped one, and vice versa.
+# The graph contains the module instead of its wrapper, so that paths do not depend on the wrapper. A module saved
+# without a wrapper can be restored into a wrapped one, and vice versa.
 
 # Attribute that holds the module, keyed by the name of the wrapper class.
 _CLASSES = {
@@ -154,7 +154,7 @@ _WRAPPING = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the module inside all wrappers; any other object is returned as it is."""
+    """Return the module inside all wrappers; return any other object unchanged."""
     while (name := _attribute(type(value))) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
         value = getattr(value, name)
     return value
@@ -167,6 +167,6 @@ def _attribute(cls: Any) -> str | None:
 
 
 def wrapped_nodes(label: str, edges: Mapping[str, int]) -> list[int]:
-    """Return the nodes of the modules in a saved wrapper, or in a saved dictionary of a wrapper's values."""
+    """Return the nodes of the wrapped modules in a saved wrapper or in its saved state dict."""
     inside = [edges[name] for name in WRAPPED if name in edges]
     return inside if inside and (label in _DICTIONARIES or label.endswith(tuple(_CLASSES))) else []

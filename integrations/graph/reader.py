@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file records the newest checkpoint: each call lists the directory, so that it can be moved, copied and cleaned up.
+No file records the newest checkpoint. Each call lists the directory, which may thus be moved, copied or cleaned up.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class GraphView:
     """The objects in a checkpoint and the edges between them.
 
     Args:
-        graph: The nodes and edges.
+        graph: The saved graph.
     """
 
     def __init__(self, graph: SavedGraph) -> None:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return an object's edges: a dict from edge name to the shortest path to the object that the edge leads to.
+        """Return the shortest paths to the objects that an object's edges lead to, keyed by edge name.
 
         Args:
-            path: Any path to the object; ``""`` is the root.
+            path: Any path to the object; ``""`` stands for the root.
         """
         edges = self._graph.nodes[self._find(path)].edges
         return {format_node_path((name,)): format_node_path(self._graph.path(child)) for name, child in edges.items()}
@@ -62,7 +62,7 @@ class GraphView:
         return slots
 
     def type_of(self, path: str) -> str:
-        """Return an object's type name; ``""`` for most values."""
+        """Return an object's type name, which is ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
     def same(self, one: str, other: str) -> bool:
@@ -79,8 +79,8 @@ class GraphView:
 class CheckpointReader:
     """A checkpoint that is open for reading.
 
-    Values are named by their paths, and those that TensorFlow wrote by TensorFlow's names, such as
-    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. In any checkpoint, a value can be read by either kind of name.
+    Values are named by their paths, except that the values of a TensorFlow checkpoint have TensorFlow's names, such as
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. A value of any checkpoint can be read by either kind of name.
 
     Args:
         stored: The checkpoint's graph, opened for reading.
@@ -98,29 +98,29 @@ class CheckpointReader:
         self._named = frozenset(() if stored.variables is None else stored.variables.shapes())
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """Return the shapes of all values by path, such as ``net/l1/weight``, or by TensorFlow name."""
+        """Return the shapes of all values, keyed by path, such as ``net/l1/weight``, or by TensorFlow name."""
         if self._stored.variables is not None:
             return self._stored.variables.shapes()
         return {path: list(self._stored.leaves[name].saved.shape or ()) for path, name in self._values.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, np.dtype[Any] | None]:
-        """Return the dtypes of all values; None for values that are not arrays, such as text.
+        """Return the dtypes of all values, or None for values that are not arrays, such as strings.
 
-        TensorFlow strings have the object dtype, because they are read into object arrays.
+        TensorFlow strings have the object dtype, because they are read as object arrays.
         """
         if self._stored.variables is not None:
             return self._stored.variables.dtypes()
         return {path: self._stored.leaves[name].saved.dtype for path, name in self._values.items()}
 
     def has_tensor(self, path: str) -> bool:
-        """Return whether a path or TensorFlow name leads to a value."""
+        """Return True if a path or TensorFlow name leads to a value."""
         return path in self._named or self._name(path) is not None
 
     def get_tensor(self, path: str) -> Any:
         """Read a value.
 
         Args:
-            path: Any path to the value, or to a whole state, such as an iterator's; or the TensorFlow name.
+            path: Any path to the value, or to the whole state of an object such as an iterator; or a TensorFlow name.
 
         Returns:
             A numpy array or a Python value; for a state, a tree of arrays and Python values.
@@ -138,7 +138,7 @@ class CheckpointReader:
         return self._stored.load([name])[0]
 
     def _name(self, path: str) -> str | None:
-        """Return the storage name of the value at a path or TensorFlow name, or None."""
+        """Return the storage name of the value at a path or TensorFlow name, or None if there is no value."""
         if path in self._values or path == "":
             return self._values.get(path)
         tensorflow = path.endswith(f"/{ATTRIBUTES}/{VALUE}")
@@ -159,7 +159,7 @@ def load_checkpoint(path: Place) -> CheckpointReader:
     """Open a checkpoint for reading.
 
     Args:
-        path: A checkpoint, or a directory of numbered checkpoints, of which the newest is opened.
+        path: The path of a checkpoint, or of a directory whose newest checkpoint is opened.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at the path.
@@ -169,7 +169,7 @@ def load_checkpoint(path: Place) -> CheckpointReader:
 
 
 def plain_values(stored: StoredGraph) -> Peek:
-    """Read a checkpoint's numbers and texts, except for optimizer values and object states."""
+    """Read a checkpoint's numbers and strings, except for optimizer values and object states."""
     graph = stored.graph
     options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
     names: dict[str, str] = {}
@@ -184,7 +184,7 @@ def plain_values(stored: StoredGraph) -> Peek:
 
 
 def saved_counter(stored: StoredGraph) -> int | None:
-    """Read the number of a numbered checkpoint; None for any other checkpoint."""
+    """Read the number of a numbered checkpoint, or return None for any other checkpoint."""
     node = stored.graph.find((COUNTER,))
     leaf = None if node is None else stored.leaves.get(str(stored.graph.nodes[node].value))
     if node is None or leaf is None or leaf.saved.shape not in (None, ()):
@@ -202,8 +202,8 @@ def numbers_of(directory: Location, name: str) -> list[int]:
 def latest_checkpoint(directory: Place) -> str | None:
     """Return the path of the newest numbered checkpoint in a directory, or None.
 
-    Among checkpoints with the same name, the newest has the highest number; among several names, it is the newest of
-    the name whose newest checkpoint was committed last. Damaged checkpoints are skipped with a warning.
+    Among checkpoints with the same name, the newest has the highest number. If there are several names, the name whose
+    newest checkpoint was committed last is used. Damaged checkpoints are skipped with a warning.
 
     Args:
         directory: A directory of numbered checkpoints from ``Checkpoint.save``, a `CheckpointManager` or another
@@ -249,17 +249,17 @@ def checkpoints_iterator(
     timeout_fn: Callable[[], bool] | None = None,
     poll_secs: float = 1.0,
 ) -> Iterator[str]:
-    """Yield each new checkpoint in a directory, for programs that evaluate a model while another program trains it.
+    """Yield new checkpoints as they appear in a directory, for example to evaluate a model while it is being trained.
 
     Args:
         directory: The directory of the numbered checkpoints; it need not exist yet.
-        min_interval_secs: The minimum time from one checkpoint to the next, in seconds.
+        min_interval_secs: The minimum time between two yielded checkpoints, in seconds.
         timeout: How long to wait for a new checkpoint, in seconds; None waits forever.
-        timeout_fn: Called on timeout; True ends the iteration, anything else waits again. None ends it on timeout.
+        timeout_fn: Called on timeout; the iteration ends if the result is true. If None, it ends at the first timeout.
         poll_secs: The polling interval, in seconds.
 
     Yields:
-        The path of the newest checkpoint; checkpoints that are outdated before they are seen are skipped.
+        The path of the newest checkpoint. Checkpoints that are superseded before they are seen are skipped.
     """
     seen: str | None = None
     while True:

@@ -1,7 +1,7 @@
-"""Restore objects by comparing, reading and writing values: existing objects at once, new ones when they are attached.
+"""Restore existing objects at once, and new objects when they are attached.
 
-A save never restores values, because an object built after the restore belongs to the program.
-:func:`check_restored` refuses a save that would lose values that are still waiting to be restored.
+A save never restores values, because the program may have changed an object that was built after the restore.
+:func:`check_restored` rejects a save that would lose values that are still waiting to be restored.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """The progress of a restore at the time of the report.
+    """A report on the progress of a restore.
 
     A graph restore lists values by their paths, such as ``net/l1/weight``. A restore of a component tree lists
-    components by their paths, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
+    components by their paths, with the root as ``(root)``, and their values as ``learner/p0: net/bias``.
 
     Attributes:
         checkpoint: The checkpoint's path or URL; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
-        missing: Values or components in the program that the checkpoint lacks; they stay as they are.
-        missing_values: Values of restored components that the checkpoint does not have.
-        pending: Values in the checkpoint that wait for an object.
-        unused: Values in the checkpoint whose counterparts in the program have no such value; or components in the
+        missing: Values or components in the program that the checkpoint lacks; they are left unchanged.
+        missing_values: Values of restored components that are missing from the checkpoint.
+        pending: Values in the checkpoint that are waiting for an object to be attached.
+        unused: Values in the checkpoint that the matching object in the program does not have, or components in the
             checkpoint that the program does not have.
-        unused_values: Values in the checkpoint that a restored component has no place for, or that are not data.
-        conflicts: Single objects in the checkpoint that are two in the program: the path in the checkpoint,
-            and the two paths in the program.
+        unused_values: Values in the checkpoint that a restored component does not have, or that cannot be read as data.
+        conflicts: Objects in the checkpoint that match two different objects in the program, each with its path in the
+            checkpoint and both paths in the program.
         separate: Pairs of components that are one object in the checkpoint, but two in the program. Both were restored,
-            but will differ as soon as training continues.
+            but they will diverge as training continues.
         skipped: Objects in the program that are neither saved nor restored, each with the reason.
         nontrivial: True if anything but the root was found in the checkpoint.
     """
@@ -85,7 +85,7 @@ class RestoreReport:
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """Return the report lines for each kind of mismatch."""
+        """Return one report line for each kind of mismatch that occurred."""
         twice = [f"{saved}: {first} and {second}" for saved, first, second in self.conflicts]
         twice += [f"{first} and {second}" for first, second in self.separate]
         return [
@@ -96,7 +96,6 @@ class RestoreReport:
         ]
 
     def _note(self, misfits: Misfits) -> None:
-        """Add the mismatches to ``misfits``."""
         misfits.missing((*self.missing, *self.missing_values))
         misfits.surplus((*self.pending, *self.unused, *self.unused_values))
         for path, first, second in self.conflicts:
@@ -107,14 +106,14 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The progress of a restore; later calls take new objects into account.
+    """The status of a restore, including objects that are created after it.
 
-    Values for objects that are built later are restored by `try_complete` and the assertions at the latest, never by a
-    save.
+    Values for objects that are created later are restored when the objects are attached, or else by `try_complete` and
+    the assertions. A save never restores them.
 
     Args:
         restoration: The restore, or None if no checkpoint was given.
-        root: The object that was restored into; it is kept alive.
+        root: The object that is being restored, which the status keeps alive.
     """
 
     def __init__(self, restoration: Restoration | None, root: Node) -> None:
@@ -123,15 +122,15 @@ class RestoreStatus:
 
     @property
     def report(self) -> RestoreReport:
-        """A report on restored and unrestored values, for the objects that the program has now."""
+        """A report on restored and unrestored values, based on the objects that currently exist."""
         return RestoreReport() if self._restoration is None else self._restoration.report()
 
     def try_complete(self) -> Self:
-        """Restore objects that have been built since the restore, wherever they were attached.
+        """Restore objects that were created after the restore, wherever they are attached.
 
-        Objects that are attached to a `Node` or a tracked list or dictionary are restored at once. This is for objects
-        that are attached elsewhere, such as a layer that is assigned to a module. The assertions call it, too. Values
-        that are already restored stay as they are.
+        Objects attached to a `Node` or to a tracked list or dictionary are restored immediately. This method is for
+        objects attached elsewhere, such as a layer assigned to a module. The assertions call it as well. Values that
+        have already been restored are left unchanged.
 
         Raises:
             TreeMismatchError: An object does not fit its value; nothing was changed.
@@ -144,7 +143,7 @@ class RestoreStatus:
         """Check that program and checkpoint match exactly.
 
         Raises:
-            UnmatchedObjectsError: A value is in only one of them.
+            UnmatchedObjectsError: A value exists in only one of the two.
         """
         report = self._checked()
         if not report.complete:
@@ -152,7 +151,7 @@ class RestoreStatus:
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Check that every value that the program has now was restored.
+        """Check that every value that currently exists in the program was restored.
 
         Raises:
             UnmatchedObjectsError: A value was not restored.
@@ -163,7 +162,7 @@ class RestoreStatus:
         return self
 
     def assert_nontrivial_match(self) -> Self:
-        """Check that anything other than the root was found in the checkpoint.
+        """Check that at least one object besides the root was found in the checkpoint.
 
         Raises:
             UnmatchedObjectsError: Nothing but the root was found.
@@ -176,8 +175,8 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values in the checkpoint may stay unrestored.
 
-        No warning is logged for them, and a save omits them: it saves the program's values, and warns about existing
-        objects that have not received theirs. An object that is attached to a `Node` is still restored.
+        Such values then cause no warning, and a save omits them: it saves the program's values, and warns about
+        existing objects that were not restored. Objects that are attached to a `Node` are still restored.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -192,7 +191,7 @@ class RestoreStatus:
 
 
 def describe_no_match(report: RestoreReport) -> str:
-    """Describe a restore that matched nothing, and list the values in program and checkpoint."""
+    """Describe a restore that matched nothing, and list the values of the program and of the checkpoint."""
     why = ", as nothing has been attached yet"
     if report.missing or report.restored:
         why = (
@@ -224,7 +223,7 @@ class RestoreProgress:
 
 
 class Restoration:
-    """A restore into all objects reachable from a root; a ``final`` restore does not wait for later objects."""
+    """A restore of all objects reachable from a root; with ``final``, it does not wait for objects attached later."""
 
     def __init__(
         self,
@@ -239,7 +238,7 @@ class Restoration:
         ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
-        self._ends = ends  # predicate for objects at which the walk for the report stops
+        self._ends = ends  # returns True for objects at which the walk for the report stops
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -254,10 +253,10 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
-        self._replaced: set[Path] = set()  # restored plain containers, now without elements that the checkpoint lacks
+        self._replaced: set[Path] = set()  # paths of plain containers whose contents were replaced as a whole
         self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
-        self.retired = False  # whether superseded by a later restore that has all values this one waits for
-        self.reported: set[Path] = set()  # values of later objects that a save has already reported
+        self.retired = False  # whether a later restore has all values that this one waits for
+        self.reported: set[Path] = set()  # paths of unrestored values that a save has already logged
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
 
@@ -280,14 +279,14 @@ class Restoration:
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read the values `advance` would restore, or those that fit; return a function that changes the objects."""
+        """Read the values to restore, or with ``misfits`` only those that fit; return a function that assigns them."""
         with collection_paused():
             values, settled = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(assignment for assignment, _ in values), *settled)  # the report counts them as restored
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
-        """Restore ``training`` (not saved by 0.1.0) and ``requires_grad``; return the changes with their paths."""
+        """Restore ``training`` (which 0.1.0 did not save) and ``requires_grad``; return descriptions of the changes."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -337,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # entries whose values were restored elsewhere
+        lacking = [path for path in lacking if path not in named]  # entries with values restored through other paths
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -353,7 +352,7 @@ class Restoration:
         )
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
-        """Return the program's restored and missing values; add those that keep their fresh state to ``skipped``."""
+        """Return the restored and missing nodes; record those that keep their fresh state in ``live.skipped``."""
         # Paths of state that holdfast 0.1.0 did not save.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
@@ -368,7 +367,7 @@ class Restoration:
             ):
                 restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
-                restored.append(node)  # a sequence restored element by element, or an optimizer in parts
+                restored.append(node)  # a sequence or an optimizer that was restored value by value
             elif any(node.path[: len(path)] == path for path in too_new):
                 live.skipped[node.path] = "keeps its fresh state: the checkpoint is of a version that did not save it"
             elif self._chooses(node.path):
@@ -376,7 +375,7 @@ class Restoration:
         return restored, missing
 
     def warn_of_missing(self) -> None:
-        """Log shared objects in the program, such as parameters, for which the checkpoint has no values."""
+        """Log a warning about shared objects, such as parameters, for which the checkpoint has no values."""
         if not (self._matching.has_unmatched or self._matching.unused):
             return
         _, nodes = self._divided(walk(self.root, strict=False))
@@ -393,7 +392,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read values and compare them with the program; return them, and the assignments that are already done."""
+        """Read and validate values; return them with their assignments, and the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
@@ -453,7 +452,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Make holders report new objects for as long as values are waiting for objects."""
+        """Have the holders report new objects if values are still waiting for objects."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
@@ -474,7 +473,7 @@ def _formatted(paths: Iterable[Path]) -> tuple[str, ...]:
 
 
 def check_restored(restorations: Sequence[Restoration]) -> None:
-    """Raise StateError if a save would lose values that a restore is still waiting to assign."""
+    """Raise StateError if a save would lose values that are still waiting to be restored."""
     lost: list[str] = []
     unrestored: list[str] = []
     superseded: set[Path] = set()  # paths for which later restores have values

@@ -1,4 +1,4 @@
-"""The graph that is saved in a checkpoint: nodes, named edges, and the value of each node."""
+"""The graph that a checkpoint stores: its nodes, their named edges and their values."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .frameworks import EXTRA_STATE, OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
-OWN_STATES = "own_states"  # document key: states from modules' and optimizers' own methods are included
-ATTRIBUTES = "attributes"  # document key: the parts of Keras objects are named after their attributes
+OWN_STATES = "own_states"  # document key: whether states from custom methods of modules and optimizers are included
+ATTRIBUTES = "attributes"  # document key: whether the parts of Keras objects are named after attributes
 
 Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
 
 Rename = Mapping[str, str | tuple[str, Transform]]
-"""Paths in the program by paths in the checkpoint, each alone or with a function of the array. All paths below one move
-with it."""
+"""Maps each path in the checkpoint to a path in the program, or to a pair of a path and a function of the array. All
+paths below a renamed path are renamed with it."""
 
 
 _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a class or function; 0.1.0 checkpoints use former module names."""
+    """Return the current name of a class or function that 0.1.0 saved under a former module name."""
     return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
 
 
@@ -39,8 +39,8 @@ class SavedNode:
     value: str | None = None  # storage name of the value, a leaf or a container
     type: str = ""  # the object's type name; empty for values, except number boxes
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[int]] = field(default_factory=list)  # for each optimizer group, its parameters
-    transform: Transform | None = None  # None restores the value as it is
+    groups: list[list[int]] = field(default_factory=list)  # parameters of each optimizer group
+    transform: Transform | None = None  # None restores the value unchanged
     training: bool = True  # whether a module was in training mode
 
 
@@ -56,12 +56,12 @@ class SavedGraph:
         numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
-        # Whether states from modules' and optimizers' own methods were saved; 0.1.0 did not save them.
+        # Whether states from custom methods of modules and optimizers were saved; 0.1.0 did not save them.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # The last edge of the shortest path to each node: its start and name. Paths are built on demand: in a forged
-        # graph, each may be as long as the number of nodes.
+        # The last edge of the shortest path to each node, as its start and name. Paths are built on demand, because in
+        # a forged graph each path may be as long as the number of nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
@@ -91,7 +91,7 @@ class SavedGraph:
         return (pair for pair in pairs if pair[1].value is not None)
 
     def find(self, path: Path) -> int | None:
-        """Return the node at the end of a path, which need not be the shortest path to it; None if there is none."""
+        """Return the node that a path leads to, or None; the path need not be the shortest one."""
         number: int | None = 0
         for segment in path:
             number = None if number is None else self.nodes[number].edges.get(segment)
@@ -100,7 +100,7 @@ class SavedGraph:
         return number
 
     def container_name(self, number: int) -> str:
-        """Return the storage name of a node's container, as saved before any renaming."""
+        """Return the storage name under which a container was saved, regardless of any renaming."""
         return storage_name(self.path(number)) if self._before is None else self._before.container_name(number)
 
     def unwrapped(self) -> SavedGraph:
@@ -140,7 +140,7 @@ class SavedGraph:
 
     @cached_property
     def uses(self) -> Counter[int]:
-        """The number of edges, optimizer groups and optimizer slots that lead to each node."""
+        """The number of edges, optimizer groups and optimizer slots that refer to each node."""
         ends = [number for node in self.nodes for number in node.edges.values()]
         ends += [number for node in self.nodes for group in node.groups for number in group]
         ends += [number for node in self.nodes for first, _, last in node.optimizer_slots for number in (first, last)]
@@ -160,7 +160,7 @@ class SavedGraph:
 
     @cached_property
     def with_values(self) -> set[int]:
-        """The nodes that have a value, or that have a node with a value below them."""
+        """The nodes that have a value or lead to a node with a value."""
         above: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for child in node.edges.values():
@@ -189,7 +189,7 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        # Keys that are paths themselves, as in a flat state_dict, are also split into edges to the same values.
+        # Dotted keys, as in a flat state_dict, are also split into edges that lead to the same values.
         for number in range(len(nodes)):
             for segment, child in list(nodes[number].edges.items()):
                 *keys, last = segment.split("%2E")
@@ -280,7 +280,7 @@ def _segment(value: Any) -> str:
 
 
 def as_list(value: Any, count: int | None = None) -> list[Any]:
-    """Return an untrusted value if it is a list, with ``count`` elements if given; raise TypeError otherwise."""
+    """Return an untrusted value if it is a list (of ``count`` elements, if given); otherwise, raise TypeError."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
     return value

@@ -1,10 +1,10 @@
-"""Slots and their paths: each slot holds one value of a live object, which a save reads and a restore writes.
+"""Slots, which hold the values that a save reads and a restore writes, and their paths.
 
-An object that changes in place is its own slot: a tensor, a writable numpy array, a box, an object with state. Every
-other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container, which is
-rebuilt.
+An object that can change in place, such as a tensor, a writable numpy array, a box or an object with state, is its
+own slot. Any other value is replaced in the attribute or entry that holds it; if its container is immutable, the
+container is rebuilt.
 
-A path consists of the edge names from the root. An edge's name is its escaped key, as in leaf names
+A path consists of the names of the edges from the root. The name of an edge is its escaped key, as in leaf names
 (:mod:`~holdfast.engine.pytree.names`).
 """
 
@@ -35,7 +35,7 @@ def format_node_path(path: Path) -> str:
 
 
 def parse_path(text: str) -> Path:
-    """Parse a path that a user wrote, such as ``net/l1/weight`` or ``net.l1.weight``."""
+    """Parse a path given by a user, such as ``net/l1/weight`` or ``net.l1.weight``."""
     if not isinstance(text, str) or not text:
         raise OptionError(f"{text!r} is not a path; write 'net/l1/weight' or 'net.l1.weight'")
     path = tuple(key.replace(".", "%2E") for key in text.split("/")) if "/" in text else tuple(text.split("."))
@@ -48,16 +48,16 @@ def parse_path(text: str) -> Path:
 
 
 def format_section(title: str, names: Sequence[str]) -> list[str]:
-    """Format a list of paths as one report line, or as no line if the list is empty."""
+    """Return a report line that lists the given paths, or no line if there are none."""
     return [f"  {title} ({len(names)}): {shortened(names, 10)}"] if names else []
 
 
 class Slot(Protocol):
-    anchor: Any  # the slot exists as long as this object, which supports weak references if possible
+    anchor: Any  # object whose lifetime the slot shares; supports weak references if possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
-        """Return the value; ``...`` if the slot is still empty."""
+        """Return the value, or ``...`` if the slot is empty."""
 
     def set(self, value: Any) -> None:
         """Replace the value with one of the same kind, dtype and shape."""
@@ -65,7 +65,7 @@ class Slot(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """The attribute or entry that holds a value; a restore puts another value there."""
+    """An attribute or entry whose value a restore replaces."""
 
     anchor: Any
     trail: Path
@@ -93,7 +93,7 @@ class BoxSlot:
 
 @dataclass(eq=False)
 class StateSlot:
-    """An object with state methods (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
+    """An object with state methods (see :mod:`~holdfast.engine.stateful`), whose value is a tree."""
 
     target: Any
     anchor: Any
@@ -107,11 +107,11 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that the object's own methods save and restore; it is the same on all processes."""
+    """A part of an object's state that the object's own methods handle; it is the same on all processes."""
 
 
 class MemberSlot(Attachment):
-    """An enum member, saved by its name, or as the number or text that it equals."""
+    """An enum member, saved by name, or as a number or string if it is equal to one."""
 
     def get(self) -> Any:
         return self.value.value if is_python_value(self.value) else self.value.name
@@ -133,7 +133,7 @@ class MemberSlot(Attachment):
 
 
 class PartSlot(Attachment):
-    """A part of an immutable container, which `write_slots` rebuilds once for all of its parts."""
+    """A part of an immutable container, which `write_slots` rebuilds once for all changed parts."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
         super().__init__(owner.anchor, (*owner.trail, *below), value)
@@ -144,10 +144,10 @@ class PartSlot(Attachment):
 class Assignment:
     """A checkpoint value and the slot that it is restored to."""
 
-    saved: int  # the node of the value in the checkpoint
+    saved: int  # node number of the value in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
-    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: its values and their paths
+    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: values and relative paths
 
     def values(self) -> list[tuple[int, Path]]:
         """Return the values to restore, each with its path in the program."""
@@ -158,7 +158,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # First, restore the loaders that draw from the global generator.
+    # Loaders that draw from the global random generator come first, so that its restored state does not change.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):
@@ -172,7 +172,7 @@ def write_slots(changes: list[tuple[Slot, Any]]) -> None:
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
-    """Return a container with some parts replaced; all other children are shared with the old container."""
+    """Return a container with some parts replaced, sharing all other children with the old container."""
     if () in updates:
         return updates[()]
     contents = expand(value)
@@ -188,18 +188,18 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # keyed by id of the anchor, which is still alive
+_writers: dict[int, dict[Path, int]] = {}  # keyed by the id of the anchor, which is still alive
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor alive that does not support weak references, as long as the restore that wrote to it exists."""
+    """Keeps alive an anchor that does not support weak references, as long as the restore that wrote to it exists."""
 
     anchor: Any
 
 
 def last_writer(slot: Slot) -> int:
-    """Return the number of the last restore that wrote to a slot; 0 if there is none."""
+    """Return the number of the last restore that wrote to a slot, or 0 if there is none."""
     return _writers.get(id(slot.anchor), {}).get(slot.trail, 0)
 
 

@@ -1,4 +1,4 @@
-"""Write and open graphs on disk: a tree of values by readable path, and a document of nodes and edges."""
+"""Store an object graph on disk as a tree of values and a document of nodes and edges."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _TYPES = {"deque": "collections.deque"}  # type names that differ from the conta
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    tree: Any  # each value once, under its shortest path
-    document: dict[str, Any]  # nodes and edges, as JSON
+    tree: Any  # all values, each under its shortest path
+    document: dict[str, Any]  # nodes and edges, in JSON types
     per_process: Mapping[str, Any] | None = None  # per-process values, keyed by storage name
 
 
@@ -87,7 +87,7 @@ def _stored(node: LiveNode) -> Any:
 
 
 def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
-    """Return the containers below a node, with node numbers as leaves; None if its values are stored elsewhere."""
+    """Return the containers below a node, with node numbers as leaves, or None if its values are stored elsewhere."""
     if not isinstance(node.view, Branch):
         return node.number if node.has_value and node.number not in elsewhere else None
     children: dict[Any, Any] = {}
@@ -140,13 +140,13 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves an object graph as an ordinary tree of values and a document of nodes and edges."""
+    """Saves an object graph as a tree of values and a document of nodes and edges."""
 
     shares_reads = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate: each handler remembers one tree structure
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, because a handler remembers one tree structure
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Prepare a `CapturedGraph` for writing."""
@@ -166,14 +166,14 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Open a graph; with a template, return the result of its ``prepare(stored)``."""
+        """Open a graph; if ``item`` is a template, return the result of its ``prepare`` method."""
         tree = TreeReader(directory, files)
         stored = StoredGraph(tree, directory.parent, tree.files, shared)
         return stored if item is None else item.prepare(stored)
 
 
 class StoredGraph:
-    """A graph on disk, opened for reading: its structure is known, but its values have not been read."""
+    """A graph on disk that is open for reading; its structure is read at once, and its values on demand."""
 
     def __init__(
         self,
@@ -181,18 +181,18 @@ class StoredGraph:
         checkpoint: Location,
         files: Mapping[str, FileRecord] | None = None,
         shared: SharedReads | None = None,
-        document: Any = None,  # nodes and edges, in place of the source's document
+        document: Any = None,  # overrides the source's document of nodes and edges
     ) -> None:
         self.checkpoint = checkpoint
         self._source = source
         self._shared = shared
         self.location = source.location  # the item's folder
-        self.variables = source.variables  # None if values are named by their paths
+        self.variables = source.variables  # None unless values have TensorFlow names
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # keyed by storage name
-        item = own_item(files or {})  # this process's object states
+        item = own_item(files or {})  # item with the object states of this process
         share = None if item is None else own_share(source.location / item.folder, item.files)
         self._share = None if share is None else TreeReader(share.folder, share.files)
-        # Whether the object states belong to this process: if only one process has saved, they belong to process 0.
+        # Whether the object states are those of this process; states saved by a single process belong to process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self.containers = _containers(source.tree.structure, "")  # keyed by storage name
         kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}
@@ -207,7 +207,7 @@ class StoredGraph:
             self.graph = SavedGraph.of_document(document, [*self.leaves, *self.containers], str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
-        """Read the arrays of leaves; if a name occurs more than once, its later arrays are copies."""
+        """Read the arrays of leaves; if a name is repeated, each repetition gets its own copy."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))

@@ -1,4 +1,4 @@
-"""Holders, which restore objects that are attached to them after a restore, and boxes for plain values."""
+"""Holders that restore objects attached to them later, and boxes for plain values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Resumable(Protocol):
     """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restore new objects below a holder, under the given key, or under any key if it is None."""
+        """Restore new objects under the given key of a holder, or under any key if it is None."""
 
     def expects_below(self, holder: object, key: object) -> bool:
         """True if there are values for objects below the given key of a holder."""
 
 
 class Untracked:
-    """Marks a value that belongs to a `Node` and is neither saved nor restored.
+    """Marks a value that a `Node` holds, but neither saves nor restores.
 
     Args:
         value: The value of the attribute.
@@ -42,7 +42,7 @@ class Untracked:
 
 
 def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any], Any], Callable[[Value, Any], Any]]:
-    """Return a binary operator for a box and a value or another box, and the reflected operator."""
+    """Return a binary operator whose operands are boxes or plain values, and its reflected counterpart."""
 
     def forward(box: Value, other: Any) -> Any:
         return operation(box.value, other.value if isinstance(other, Value) else other)
@@ -51,9 +51,9 @@ def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any
 
 
 class Value:
-    """A box for a number or another plain value that changes, such as a step counter.
+    """A mutable box for a number or another plain value, such as a step counter.
 
-    Comparisons and arithmetic use its value, and the results are plain values, as with a ``tf.Variable``.
+    Comparisons and arithmetic use the value and return plain values, as with a ``tf.Variable``.
 
     Args:
         value: A bool, int, float, complex, str, bytes or None.
@@ -94,7 +94,7 @@ class Value:
         return abs(self.value)
 
     def assign(self, value: Any) -> None:
-        """Change the value."""
+        """Set the value."""
         self.value = value
 
     def assign_add(self, amount: Any) -> None:
@@ -120,18 +120,18 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """holdfast's own data about a node, apart from the objects that the node holds."""
+    """Internal data about a node, kept apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
-    root: Any = None  # another object whose edges the node has as well, or a weak reference to one
+    root: Any = None  # object whose edges the node also has, or a weak reference to it
     counter: int | None = None  # for a checkpoint object, the number of its last numbered save
 
 
 class Node:
-    """A holder of named objects: a part of a checkpoint, or a stand-in for a part of one.
+    """A holder of named objects, used to group them in a checkpoint or to stand in for another object.
 
-    Every object that is assigned to an attribute is saved with the node. After a restore, an object that is attached
-    under a name for which the checkpoint has values receives them at once.
+    Every object assigned to an attribute is saved with the node. If a restored checkpoint has values for an attribute
+    that does not exist yet, an object assigned to it later is restored immediately.
 
     Args:
         **objects: The objects that the node holds, by name.
@@ -204,10 +204,10 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program; a walk visits the children that it names itself."""
+    """A part of a program that names the children a walk visits."""
 
-    value: Any  # has the children as attributes, which a restore replaces
-    added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # further children, by name
+    value: Any  # object whose attributes are the children; a restore sets them
+    added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
         """Return the children by name."""
@@ -226,12 +226,12 @@ class Part:
 
 
 def stand_for(node: Node, root: Any) -> None:
-    """Give a node the edges of ``root`` as well, which is an object or a weak reference to one."""
+    """Give a node the edges of ``root``, an object or a weak reference to one, in addition to its own."""
     node._holdfast.root = root
 
 
 class TrackedList(list[Any]):
-    """A list that restores each new element if a restored checkpoint has values for it.
+    """A list that restores each new element for which a restored checkpoint has values.
 
     A plain list is converted to this type when it is attached to a `Node` while values for its elements are pending.
 
@@ -246,17 +246,17 @@ class TrackedList(list[Any]):
         self._holdfast_origin = (elements, _contents(self)) if type(elements) is list else None
 
     def append(self, element: Any) -> None:
-        """Append an element, and restore it."""
+        """Append an element and restore it."""
         super().append(_tracked(self, len(self), element))
         _resume(self, len(self) - 1, super().pop)
 
     def extend(self, elements: Iterable[Any]) -> None:
-        """Append elements, and restore them."""
+        """Append elements and restore them."""
         for element in elements:
             self.append(element)
 
     def insert(self, index: SupportsIndex, element: Any) -> None:
-        """Insert an element, and restore the elements whose index has changed."""
+        """Insert an element and restore the elements whose index has changed."""
         before = list(self)
         super().insert(index, element)
         _resume(self, None, partial(super().__setitem__, slice(None), before))
@@ -266,7 +266,7 @@ class TrackedList(list[Any]):
         super().__setitem__(index, element)
         _resume(self, None, partial(super().__setitem__, slice(None), before))
 
-    def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # like that of list
+    def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # as for list
         self.extend(elements)
         return self
 
@@ -275,7 +275,7 @@ class TrackedList(list[Any]):
 
 
 class TrackedDict(dict[Any, Any]):
-    """A dictionary that restores each new entry if a restored checkpoint has values for it.
+    """A dictionary that restores each new entry for which a restored checkpoint has values.
 
     Args:
         entries: The initial entries.
@@ -299,11 +299,11 @@ class TrackedDict(dict[Any, Any]):
         return self[key]
 
     def update(self, *entries: Any, **more: Any) -> None:
-        """Set entries, and restore them."""
+        """Set entries and restore them."""
         for key, value in dict(*entries, **more).items():
             self[key] = value
 
-    def __ior__(self, entries: Any) -> Self:  # type: ignore[misc]  # as wide as `update`
+    def __ior__(self, entries: Any) -> Self:  # type: ignore[misc]  # accepts whatever `update` accepts
         self.update(entries)
         return self
 
@@ -360,10 +360,10 @@ def tracked_attributes(value: object) -> list[tuple[str, Any]]:
 
 
 def check_origin(container: object, path: Path) -> None:
-    """Raise UnsupportedLeafError if a tracked container was made from a plain one that has been changed since."""
+    """Raise UnsupportedLeafError if the plain container that a tracked one was made from has been modified."""
     if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
         return
-    origin, contents = container._holdfast_origin  # both are kept alive, so that ids are not reused
+    origin, contents = container._holdfast_origin  # both are kept alive so that ids are not reused
     if [*map(id, _contents(origin))] != [*map(id, contents)]:
         name = type(origin).__name__
         raise UnsupportedLeafError(
@@ -378,7 +378,7 @@ def _contents(container: Any) -> list[Any]:
 
 
 def expect(holder: object, restore: Resumable) -> bool:
-    """Register a restore to be told about a holder's new objects; return False if impossible or already registered."""
+    """Subscribe a restore to a holder's new objects; return False if impossible or already subscribed."""
     if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
         return False
     holder._holdfast_pending.append(restore)
@@ -392,17 +392,17 @@ def forget(holder: object, restore: Resumable) -> None:
 
 
 def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
-    """Tell all restores that wait for this holder about a new object, the latest restore first."""
+    """Notify all restores that wait for this holder about a new object, starting with the latest restore."""
     try:
         for restore in reversed(list(holder._holdfast_pending)):
             restore.resume(holder, key)
-    except BaseException:  # an object that does not fit is detached again
+    except BaseException:  # detach an object that does not fit
         undo()
         raise
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Return a tracked copy of a plain list or dictionary if values wait for its contents, or else the value itself."""
+    """Return a tracked copy of a plain list or dict if a restore has values for its contents, or else the value."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value
@@ -410,7 +410,7 @@ def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) 
 
 @cache
 def _reserved(cls: type) -> frozenset[str]:
-    """Return the attribute names that a class derived from `Node` uses itself."""
+    """Return the attribute names that are reserved in a subclass of `Node`."""
     bases = [base for base in cls.__mro__ if base not in (Node, object)]
     names = frozenset(name for base in bases for name in vars(base)).union(Node.__slots__)
     return names - {"__dict__", "__weakref__", "__doc__", "__module__"}

@@ -1,8 +1,8 @@
-"""Read checkpoint values with the program's types, dtypes and devices.
+"""Read checkpoint values with the types, dtypes and devices of the program's objects.
 
-Arrays are restored in place, so the program must have an array for each. Plain values need no object: a list or
-dictionary of plain values, such as a loss history, accepts any number of saved values. An empty deque, such as a
-replay buffer, also accepts arrays.
+Arrays are restored in place, so the program must have a matching array for each of them. Plain values need no
+counterpart in the program: a list or dictionary of plain values, such as a loss history, accepts any number of saved
+values. An empty deque, such as a replay buffer, also accepts arrays.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{T
 
 
 class SavedValues:
-    """Finds plain values and purely plain containers in a checkpoint, and reads values for slots."""
+    """Finds plain values and containers of plain values in a checkpoint, and reads values for slots."""
 
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
@@ -68,7 +68,7 @@ class SavedValues:
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a number box, which the program must create, like an object with state.
+            # A node with a type is a number box, which must exist in the program, like an object with state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -76,13 +76,13 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # per container: nodes saved elsewhere; filled by `below`
-        self.sharing: set[int] = set()  # containers whose inner containers are also held elsewhere; filled by `below`
-        self._keys: dict[int, dict[str, Any]] = {}  # keys by edge name, for each container
+        self.aliases = defaultdict[int, set[int]](set)  # per container: nodes stored elsewhere; filled by `below`
+        self.sharing: set[int] = set()  # containers with inner containers that are used elsewhere; filled by `below`
+        self._keys: dict[int, dict[str, Any]] = {}  # keys of each container, by edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
-        """Return the values in a container, with their paths from it; None if it holds anything but plain values."""
+        """Return the values in a container with their relative paths, or None if it holds anything but plain values."""
         # With `arrays`, arrays count as plain values, unless objects outside the container refer to them.
         key = number, arrays
         if key not in self._known:
@@ -91,7 +91,7 @@ class SavedValues:
         return self._known[key]
 
     def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
-        """Return a container built from its nodes' values, or a leaf node's value; ``made`` caches containers."""
+        """Return a leaf node's value, or a container built from its nodes' values; ``made`` caches containers."""
         if number not in values and number not in made:
             made[number] = self._build(number, values, made)
         return values[number] if number in values else made[number]
@@ -101,7 +101,7 @@ class SavedValues:
         if label in SEQUENCES:
             elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # its structure includes its maxlen
+            is_deque = stored is not None and stored.kind == "deque"  # the stored structure includes maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]
@@ -109,7 +109,7 @@ class SavedValues:
         return empty | {keys.get(name, unescape_key(name)): self.build(edges[name], values, made) for name in order}
 
     def keys(self, number: int) -> dict[str, Any]:
-        """Return a saved container's keys by edge name."""
+        """Return the keys of a saved container, keyed by edge name."""
         if number not in self._keys:
             stored = self._container(number)
             keys = () if stored is None else stored.keys or range(len(stored.children))
@@ -150,7 +150,7 @@ class SavedValues:
         return values if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
-        """Compare values with the program and return them; with ``misfits``, record and skip those that do not fit."""
+        """Validate and read the values of assignments; with ``misfits``, record and skip those that do not fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for assignment in due:
@@ -176,7 +176,7 @@ class SavedValues:
         if problems and misfits is not None:
             misfits.kept |= {format_node_path(assignment.path): line for assignment, line in problems}
             lost = {id(assignment) for assignment, _ in problems}
-            # If a parameter or an optimizer value for it does not fit, all optimizer values for it are skipped.
+            # If a parameter or one of its optimizer values does not fit, all of its optimizer values are skipped.
             slots = [assignment.slot for assignment, _ in problems]
             tensors = {id(slot.anchor) for slot in slots if isinstance(slot, OptimizerSlot | TensorSlot)}
             lost |= {id(a) for a in due if isinstance(a.slot, OptimizerSlot) and id(a.slot.anchor) in tensors}
@@ -188,7 +188,7 @@ class SavedValues:
         return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """If ``rename=`` has functions, return all arrays, transformed, and update ``saved``; otherwise, return []."""
+        """If ``rename=`` has functions, apply them, update ``saved``, and return all arrays; otherwise, return []."""
         transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []
@@ -226,7 +226,7 @@ class SavedValues:
         return list(map(_like, due, built))
 
     def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
-        """Return why a value does not fit its object, or an optimizer value its parameter; None if it fits."""
+        """Return why a value does not fit its object (or parameter, for an optimizer value), or None if it fits."""
         if compare(target, leaf) is not None:
             return compare(replace(target, origin="program"), leaf)
         slot = assignment.slot
@@ -258,7 +258,7 @@ def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool
 
 
 def _without_object(slot: Slot) -> str | None:
-    """Describe the array or plain value that the program has in place of an object with saved state, or return None."""
+    """Describe the array or plain value that the program has instead of an object with state, or return None."""
     live = None if isinstance(slot, StateSlot) else slot.get()
     if is_torch_tensor(live):
         return "one array"
@@ -284,7 +284,7 @@ def _like(assignment: Assignment, value: Any) -> Any:
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
-    """Apply a function from ``rename=``; an error names the value."""
+    """Apply a function from ``rename=``; errors name the value that it was applied to."""
     try:
         changed = np.asarray(transform(array), order="C")
     except Exception as error:
@@ -303,9 +303,9 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
     live = slot.get()
     if _is_empty(live):
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
-            return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created it yet
+            return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created the value yet
         return ...
-    # The saved type takes precedence if it is None, and for numbers, because a float may have started as the int 0.
+    # Accept a saved None, and a number of any type, because a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

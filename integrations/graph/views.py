@@ -65,7 +65,7 @@ class Edge:
     segment: str  # the escaped key, used as the edge name
     key: Any
     slot: Slot
-    value: Any = None  # the unwrapped module or parameter
+    value: Any = None  # the slot's value, with wrapped modules and Keras variables unwrapped
 
     def __post_init__(self) -> None:
         self.value = bare_variable(unwrapped(self.slot.get()))
@@ -76,30 +76,30 @@ class Branch:
     label: str  # type name
     edges: list[Edge]  # in the object's own order
     sequence: bool = False  # whether the keys are 0, 1, 2, ...
-    functional: bool = False  # whether a restore rebuilds it as a new object
+    functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Edges of a Keras object: with lists in a given parameter order, or named as in earlier versions.
+    # These return a Keras object's edges, in a given parameter order or under the names of earlier versions.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
 class Leaf:
-    """An object with a value of its own."""
+    """An object with a value, as opposed to a branch with edges."""
 
     slot: Slot
     shared: bool  # whether it is stored only once, even if several paths lead to it
-    ready: bool = True  # whether it has a value; a lazy module's parameters have none before its first call
+    ready: bool = True  # whether it has a value, which a lazy module's parameters do not have before the first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
-    opened: Callable[[], View] | None = None  # returns the branch view, for checkpoints that store several values
+    opened: Callable[[], View] | None = None  # returns the view as a branch, for checkpoints that store several values
 
 
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether the program requested this, or the object is code or a tool
+    intended: bool = False  # whether the object is marked as untracked, or is code or a tool
 
 
 View = Branch | Leaf | Unsaved
@@ -180,7 +180,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
-    is_dataclass = contents is not None and contents.kind == "dataclass"  # those registered with JAX have another kind
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # dataclasses registered with JAX are nodes
     if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
@@ -194,7 +194,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
 
 
 def _node(node: Node, slot: Slot) -> View:
-    """Return a node's view: its own edges, and those of its root if it has one."""
+    """Return a view of a node with its own edges and those of its root, if any."""
     edges = _attributes(node, [pair for pair in vars(node).items() if pair[0] not in node._holdfast.untracked], slot)
     if node._holdfast.counter is not None:
         edges.append(Edge(COUNTER, COUNTER, Attachment(node, (COUNTER,), node._holdfast.counter)))
@@ -222,7 +222,7 @@ def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) 
 
 
 def _container(value: Any, slot: Slot) -> View:
-    """Return a container's view; a restore sets its entries, or rebuilds an immutable container."""
+    """Return a view of a container; a restore sets its entries, or rebuilds it if it is immutable."""
     contents = expand(value)
     assert contents is not None
     keys = contents.keys if contents.keys is not None else range(len(contents.values))
@@ -247,7 +247,7 @@ def _container(value: Any, slot: Slot) -> View:
 
 
 def sequence_slot(value: Any, slot: Slot) -> Slot:
-    """Return the slot for all elements of a sequence; if possible, a list or deque is updated in place."""
+    """Return a slot for all elements of a sequence, which updates a list or deque in place if possible."""
     if isinstance(slot, PartSlot) or not isinstance(value, list | deque):
         return slot
     anchor, trail = _anchor(value, slot)
@@ -263,7 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
-    """View an optimizer as groups and per-parameter values, or as its ``state_dict()``; edges lead to inner ones."""
+    """Return a view of an optimizer, as a leaf if it customizes its state; edges lead to inner optimizers."""
     inner = [(name, attribute) for name, attribute in vars(value).items() if is_optimizer(attribute)]
     branch = Branch(class_name(value), _attributes(value, inner, slot), optimizer=value)
     if not has_own_protocol(value):
@@ -277,7 +277,7 @@ def _optimizer(value: Any, slot: Slot) -> View:
 
 
 def options_edge(optimizer: Any) -> Edge:
-    """Return the edge from a torch optimizer to its group options; each option is its own slot."""
+    """Return the edge from a torch optimizer to its group options, each of which has its own slot."""
     options = map(group_options, optimizer.param_groups)
     groups = [{name: OptionSlot(optimizer, index, name) for name in names} for index, names in enumerate(options)]
     return Edge(GROUPS, GROUPS, Attachment(optimizer, (GROUPS,), groups))
@@ -312,10 +312,10 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 
 def _set_item(container: Any, key: Any, value: Any) -> None:
     base: Any = next(base for base in (dict, list, deque) if isinstance(container, base))
-    base.__setitem__(container, key, value)  # bypasses a tracked container's own method
+    base.__setitem__(container, key, value)  # bypasses the method of a tracked container
 
 
 def _copy_encoded(tensor: Any, value: Any) -> None:
     torch: Any = loaded("torch")
-    with torch.no_grad():  # a detached sparse tensor would have its own indices
+    with torch.no_grad():  # detach() would give a sparse tensor separate indices
         tensor.copy_(decode_state(value))

@@ -1,4 +1,4 @@
-"""Walk live objects, finding every object once, under the shortest path to it."""
+"""Walk live objects, and find each of them once, under its shortest path."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # for each optimizer group, its parameters in the graph
+    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters in the graph, for each optimizer group
     number: int = -1  # node number in the saved document
-    outside: bool = False  # whether the value is saved elsewhere, and the node only names the object
+    outside: bool = False  # whether the value is saved elsewhere and the node only names the object
 
     @property
     def has_value(self) -> bool:
@@ -43,12 +43,12 @@ class LiveNode:
 
 @dataclass(slots=True)
 class LiveGraph:
-    nodes: list[LiveNode]  # by distance from the root; optimizer values come last
-    skipped: dict[Path, str]  # unsaved objects, each with the reason
+    nodes: list[LiveNode]  # sorted by distance from the root, with optimizer values last
+    skipped: dict[Path, str]  # reasons why objects are not saved, keyed by path
 
     @property
     def notes(self) -> dict[Path, str]:
-        """Notes about saved objects, by path."""
+        """Notes about saved objects, keyed by path."""
         modules = [node for node in self.nodes if is_module(node.value) and keras_kind(node.value) is None]
         children = [child for node in modules for child in node.edges.values()]
         note = "is a plain {} of modules, which state_dict() does not see"
@@ -57,7 +57,7 @@ class LiveGraph:
 
     @property
     def own_states(self) -> list[Path]:
-        """The paths of objects that 0.1.0 did not save: module states, enums, optimizers inside optimizers."""
+        """The paths of objects that 0.1.0 did not save: module states, enums, and optimizers inside optimizers."""
         paths = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         optimizers = [node for node in self.nodes if node.optimizer is not None]
         return paths + [child.path for node in optimizers for name, child in node.edges.items() if name != GROUPS]
@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Nodes beyond the ends of the graph only name parameters for its optimizers.
+    # Nodes beyond the ends of the graph serve only to identify the parameters of its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
@@ -97,7 +97,7 @@ def walk(
 def check(root: Node | Part) -> None:
     """Raise UnsupportedLeafError if a reachable object can be neither saved nor restored."""
     with collection_paused():
-        walk(root, tensors=False)  # tensors can always be saved
+        walk(root, tensors=False)  # skip tensors, which can always be saved
 
 
 class _Walk:
@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The state of the outermost module that has its own includes all buffers and the states of inner modules.
+            # The state of the outermost module that has its own state includes all buffers and inner states.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """True for a tuple of plain values, because Python may merge equal constants into one object."""
+    """True for a tuple of plain values, which Python may merge with equal constants into one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
