@@ -1,4 +1,4 @@
-"""Training programs, configured by a YAML file and run with ``holdfast run``.
+"""Training programs that are configured by a YAML file and run with ``holdfast run``.
 
 ====================  =============================================================================
 ``registry``          the available recipes, and the packages that each one needs
@@ -11,7 +11,7 @@
 Your own recipe is a function that takes its configuration (a subclass of :class:`Config`, or a dataclass) and the
 :class:`RunContext`, and returns an :class:`Outcome`; set ``recipe: my_project:train`` to use it (docs/recipes.md).
 
-Importing this package, reading configurations and listing recipes does not import jax or torch; only running does.
+Importing this package, reading configurations and listing recipes do not import jax or torch; running a recipe does.
 """
 
 import lazy_loader
