@@ -127,7 +127,7 @@ def export(
 ) -> int:
     """Export a checkpoint to the format of another library.
 
-    An export to Orbax includes all steps unless one is given.
+    An export to Orbax includes all steps unless a step is given.
     """
     configure_logging("warning")
     if in_place:

@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the witness verdict on the newest resume from each step, or ``recorded`` if no resume has been compared."""
+    """Add the witness verdict on the newest resume from each step, or ``recorded`` if none has been compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -91,7 +91,7 @@ def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _other_places(location: Location) -> dict[str, str]:
-    """Return the other locations of the run's steps, as recorded in its directory."""
+    """Return the run's mirror and local locations, as recorded in its directory."""
     try:
         run = stored_identity(location)
     except StorageError:
@@ -180,7 +180,7 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Summarize one checkpoint as a step of its directory, or else on its own, with step -1 if the step is unknown."""
+    """Summarize one checkpoint, as a step of its directory if possible; the step is -1 if it is unknown."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)

@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Signals:
-    """A context manager that collects the signals to forward; a signal interrupts :meth:`sleep`."""
+    """A context manager that collects the signals to forward, each of which interrupts :meth:`sleep`."""
 
     def __init__(self) -> None:
         self.received: list[int] = []  # in order of arrival; callers remove the signals that they have handled
@@ -70,10 +70,10 @@ class Signals:
 
 
 class Program:
-    """A command running in its own process group, which writes events and heartbeats to ``folder``."""
+    """A running command, in its own process group; its processes write events and heartbeats to ``folder``."""
 
-    # On Linux, this process is a subreaper, which adopts descendants of the command when their parents die. Nothing
-    # therefore outlives `sweep`, not even torchrun workers, which have their own sessions.
+    # On Linux, this process is a subreaper, which adopts descendants of the command when their parents die. As a
+    # result, nothing outlives `sweep`, not even torchrun workers, which have their own sessions.
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Program:
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
-        # A background process group must not read from a terminal, so /dev/null replaces one as stdin.
+        # A background process group must not read from a terminal, so its stdin is /dev/null if ours is a terminal.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -135,7 +135,7 @@ class Program:
         return status
 
     def last_sign(self) -> tuple[float, int]:
-        """Return the monotonic time of the last sign of progress, and the newest step, which is -1 before the first."""
+        """Return the monotonic time of the last sign of progress, and the newest step (-1 before the first step)."""
         contents = (path.read_bytes() for path in self._folder.glob("heartbeat.*"))
         beats = [BEAT.unpack(content) for content in contents if len(content) == BEAT.size]
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)

@@ -142,7 +142,7 @@ def duration(seconds: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
-    """Format metrics on one line; ``/`` separates the names of nested metrics."""
+    """Format metrics on one line, joining the names of nested metrics with ``/``."""
     return ", ".join(f"{name} {_number(value)}".lstrip() for name, value in _flat(metrics or {}))
 
 

@@ -35,7 +35,7 @@ def one_line(name: object) -> str:
 
 
 def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print text with control characters escaped; commands print all their text with this function."""
+    """Print text with control characters escaped; all text output of the commands uses this function."""
     print(*map(visible, texts), end=end, file=file, flush=flush)
 
 
@@ -73,7 +73,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # raised for a pipe that was opened for appending
-                stream.reconfigure(errors="backslashreplace")  # ASCII terminals show escapes
+                stream.reconfigure(errors="backslashreplace")  # shows escapes on ASCII terminals
 
 
 def write_error(text: str) -> None:

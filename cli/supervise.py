@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
-EARLY = 60.0  # seconds; the supervisor also gives up after STALLED consecutive attempts that end sooner without a run
+EARLY = 60.0  # seconds; the supervisor also gives up after STALLED consecutive shorter attempts that start no run
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -46,7 +46,7 @@ _INTERRUPTED = (INTERRUPTED, -signal.SIGINT)
 _ENDS = ("preempted", "finished", "failed")
 
 
-# ---- pure functions: how a start of the program ended, and what to do next
+# ---- pure functions: how an attempt ended, and what to do next
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was, ``finished`` if all runs are, else ``unfinished``; None if no run reported."""
+        """``preempted`` if any run was, ``finished`` if all runs have, else ``unfinished``; None if there are no runs."""
         states = set(self.states.values())
         if not states:
             return None
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify how an attempt ended; ``hung`` if it was ended for a hang, ``asked`` if a signal was forwarded."""
+    """Classify the end of an attempt, given whether it was ended for a hang (``hung``) or signalled (``asked``)."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -104,7 +104,7 @@ class Start:
     kind: Kind
     returncode: int
     progress: bool | None  # whether a step newer than all earlier steps was committed; None if unknown
-    asked: bool = False  # whether the supervisor itself received a signal
+    asked: bool = False  # whether the supervisor received and forwarded a signal
     early: bool = False  # whether the attempt ended within ``EARLY`` seconds without starting a run
 
 
@@ -167,7 +167,7 @@ class Watch:
 
 
 class _Log:
-    """Logs each event as a line on standard error, as text on a terminal and else as JSON, and as JSON in a file."""
+    """Logs each event as a line to standard error (text on a terminal, JSON otherwise), and as JSON to a file."""
 
     def __init__(self, path: Path | None, *, as_json: bool) -> None:
         self._path = path
@@ -359,7 +359,7 @@ def _report_end(record: RunRecord, **facts: Any) -> None:
 
 
 def _overdue(program: Program, watch: Watch) -> str | None:
-    """Return why the program is considered hung, or None if it is not."""
+    """Return the reason for considering the program hung, or None if there is none."""
     when, step = program.last_sign()
     silent = time.monotonic() - when
     if step < 0:

@@ -32,7 +32,7 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """An endless iterator over shuffled batches; seed and epoch determine the order, so the state is two integers."""
+    """An endless iterator over shuffled batches; the order depends only on the seed and the epoch."""
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:
         self._images = images

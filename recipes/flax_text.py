@@ -48,7 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """An endless iterator over random batches, int32[batch_size, context + 1]; the state is the batch index."""
+    """An endless iterator over int32[batch_size, context + 1] batches, which depend only on the seed and the index."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus

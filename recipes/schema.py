@@ -1,7 +1,7 @@
 """The YAML keys of the recipes.
 
-Every section is a pydantic model that rejects unknown keys and does not convert types. The string below a field is its
-documentation, including units, which ``holdfast recipes NAME`` prints.
+Every section is a pydantic model that rejects unknown keys and does not convert types. The string below a field
+documents its meaning and unit; ``holdfast recipes NAME`` prints this text.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class DigitsModel(Section):
     """A multilayer perceptron."""
 
     hidden: Layers = Field(default_factory=lambda: [128, 128])
-    """Units of every hidden layer."""
+    """Number of units in each hidden layer."""
     dropout: Fraction = 0.1
     """Fraction of the units dropped during training."""
 
@@ -328,7 +328,7 @@ class TextModel(Section):
     layers: Count = 2
     """Number of transformer blocks."""
     heads: Count = 4
-    """Number of attention heads, of which width must be a multiple."""
+    """Number of attention heads; width must be a multiple of this number."""
     dropout: Fraction = 0.1
     """Fraction of the features dropped during training."""
 
@@ -367,7 +367,7 @@ class SelfPlayModel(Section):
     """The network of each policy: a multilayer perceptron with two heads."""
 
     hidden: Layers = Field(default_factory=lambda: [64, 64])
-    """Units of every hidden layer."""
+    """Number of units in each hidden layer."""
 
 
 class SelfPlayGame(Section):

@@ -10,7 +10,7 @@ which is also the directory tree of its checkpoints::
         observation      converts hands to network inputs; holds the mean and deviation of every card
         choice           converts network outputs to moves; holds the random generator that samples them
 
-A checkpoint is therefore useful for more than resuming: single policies can be loaded from it, or replaced in it.
+A checkpoint is therefore useful for more than resuming: a single policy can be loaded from it, or swapped.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Observation(Checkpointable):
         self.squares = np.zeros(cards)  # sums of squared distances from the mean
 
     def __call__(self, hands: Hands, *, training: bool = False) -> Floats:
-        """Return normalized hands, float32[n, cards]; in training, first update the statistics with them."""
+        """Return normalized hands, float32[n, cards]; in training, first update the statistics with these hands."""
         if training:
             mean, total = hands.mean(axis=0), self.count + len(hands)
             step, weight = mean - self.mean, len(hands) / total
@@ -102,7 +102,7 @@ class Choice(Checkpointable):
         self.generator = np.random.default_rng(seed)
 
     def __call__(self, logits: Floats) -> Moves:
-        """Sample moves from the softmax of the logits: the argmax after adding Gumbel noise (Gumbel trick)."""
+        """Sample moves from the softmax of the logits with the Gumbel-max trick: add noise, and take the argmax."""
         moves: Moves = (logits + self.generator.gumbel(size=logits.shape)).argmax(axis=1)
         return moves
 
@@ -230,7 +230,7 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoints:
         _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
-            swap(new_trainer(config), config.swap)  # a trial swap makes mistakes in the configuration fail early
+            swap(new_trainer(config), config.swap)  # a trial swap reveals mistakes in the configuration early
         progress = context.progress(start, total)
         while trainer.step < total and not stopped:
             if trainer.step == config.swap.at_step and swap(trainer, config.swap):

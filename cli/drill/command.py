@@ -1,4 +1,4 @@
-"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with an undisturbed run.
+"""``holdfast drill`` rehearses preemptions, and compares the checkpoints of interrupted and undisturbed runs.
 
 A reference run is followed by a run that is interrupted repeatedly. If their checkpoints differ, a second reference
 run shows whether the program is deterministic. In every attempt, ``rehearsal.py`` follows a :class:`DrillPlan`, and
@@ -109,10 +109,10 @@ class _StoppedError(Exception):
 def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Write the program after two dashes: holdfast drill -- python train.py. It first runs undisturbed for some
-    steps, and then again with interruptions by SIGTERM and SIGKILL. Checkpoints go to separate directories: the drill
-    neither reads nor writes those of your runs. Other files, such as logs, go to their usual locations. Exit status: 0
-    if all is well, 1 if a problem is found (the report names the likely cause), 2 if the drill cannot be carried out.
+    Write the program after two dashes: holdfast drill -- python train.py. It runs first undisturbed for some
+    steps, and then with interruptions by SIGTERM and SIGKILL. Checkpoints go to separate directories; the checkpoints
+    of your runs are neither read nor written. Other files, such as logs, go to their usual locations. Exit status: 0 if
+    all is well, 1 if a problem is found (the report names the likely cause), 2 if the drill cannot be carried out.
     """
     chosen = named_kinds(kinds, ["kill", "term"] if at else KINDS)
     options = DrillOptions(at=tuple(sorted(set(at))), kinds=chosen, **given)
@@ -296,7 +296,7 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Report how an attempt of the interrupted run ended, without comparing its checkpoints."""
+        """Report how an attempt in the interrupted run ended, without comparing its checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # The signal may be sent late.
             interruption = replace(interruption, step=trace.interrupted)
@@ -419,7 +419,7 @@ class _Drill:
 
     def _claims(self, name: str) -> dict[str, str]:
         """Return the stand-in folders that replace the run's directories, keyed by the URLs that the program uses."""
-        runs = self._folder / RUNS  # the claims were written under this name, which has since changed
+        runs = self._folder / RUNS  # the claims contain this path; the folder has since been renamed
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:

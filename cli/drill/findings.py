@@ -18,7 +18,7 @@ from ..streams import say
 
 _SHOWN = 12  # maximum number of leaves in the report
 _WIDTH = 100  # report width, in columns
-_KINDS = {  # words keyed by kind of state; the first component of a leaf path that matches determines the kind
+_KINDS = {  # words for each kind of state; the first path component that contains one determines the kind
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -114,7 +114,7 @@ class Finding:
     cause: str
     text: str
     advice: str = ""
-    names: tuple[str, ...] = ()  # names of the program's objects that are involved
+    names: tuple[str, ...] = ()  # names of the program objects involved
 
     @staticmethod
     def not_resumed(newest: int) -> Finding:

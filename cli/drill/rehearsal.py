@@ -29,7 +29,7 @@ from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # libraries that the advice depends on
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# A signal counts as ignored after this many steps: of a single process, and of several that must agree on a step.
+# Number of steps after which a signal counts as ignored: for one process, and for several that must agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -51,7 +51,7 @@ class Rehearsal(Observer):
         self._changed = threading.Condition()
         self._fingerprints = Fingerprints()
 
-    # ---- requests of managers
+    # ---- calls from managers
 
     def place(self, url: str, *, writes: bool) -> str:
         return self._redirects.target(url, writes=writes)
@@ -81,7 +81,7 @@ class Rehearsal(Observer):
         if event["event"] == "saved":
             self._largest = max(self._largest, event["bytes"] + event["shared_bytes"])
 
-    # ---- the points that the run passes
+    # ---- points that the run reaches
 
     def reached(self, point: Point, step: int | None) -> None:
         self._heartbeat.reached(point, step)
@@ -133,7 +133,7 @@ class Rehearsal(Observer):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Exit with 0 under a launcher, which after a failure ends the other processes, perhaps before they have saved.
+        # Under a launcher, exit with 0: after a failure, the launcher might end the other processes before they save.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL; if it has none, create one for ``writes``, or else return the URL."""
+        """Return the stand-in for a path or URL; if there is none, create it for ``writes``, or else return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)

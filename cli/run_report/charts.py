@@ -142,7 +142,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw a bar for each save and a line at the time it became durable; of overlapping lines, draw only the first."""
+    """Draw a bar for each save and a line at the time it became durable; skip saves at the same position."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -199,7 +199,7 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
     return tag("rect", *title, class_=css_class, **{name: f"{value:.1f}" for name, value in geometry.items()})
 
 
-# ---- lines over steps
+# ---- charts over steps
 
 
 def line_chart(
@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw a bar chart of ``(step, unshared bytes, shared bytes)``; many steps are grouped, showing the largest."""
+    """Draw a bar chart of ``(step, unshared bytes, shared bytes)``; with many steps, draw the largest of each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1
@@ -337,7 +337,7 @@ def _levels(low: float, high: float) -> list[float]:
     return [number * unit for number in range(first, first + 6) if low <= number * unit <= high]
 
 
-# ---- the tree of a checkpoint, to unfold: containers with the bytes below them
+# ---- the collapsible tree of a checkpoint
 
 _ROWS = 4000  # maximum number of nodes (containers and leaves) to draw
 _CHILDREN = 400  # maximum number of children to draw per container

@@ -1,4 +1,4 @@
-"""Read the facts that the report shows about a run from its directory, with bounded memory."""
+"""Read the facts about a run from its directory, with bounded memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RunFacts:
     path: str
     checkpoints: list[CheckpointSummary]
     history: History
-    experience: Experience = field(default_factory=Experience)  # saves and failures in the events
+    experience: Experience = field(default_factory=Experience)  # saves and failures recorded in the events
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None
@@ -236,7 +236,7 @@ def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[Check
     return [checkpoints[round(index * (len(checkpoints) - 1) / max(1, number - 1))] for index in range(number)]
 
 
-# ---- the expected cost of other intervals between two saves, from the events of a run
+# ---- expected losses at other save intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the losses expected at the run's save interval, half and twice that, and the best; [] if it has none."""
+    """Return the expected losses at half, one and two times the run's save interval, and at the best; [] if unknown."""
     used = experience.interval
     if used is None:
         return []

@@ -1,4 +1,4 @@
-"""Build the history of a run from its event log: its attempts, how each one ended, its saves, and its losses."""
+"""Build the history of a run from its event log: its attempts and their ends, its saves, and its lost steps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
 def add_metrics(
     history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "", depth: int = 0
 ) -> None:
-    """Record the metrics of a step; ``/`` separates the names of nested metrics."""
+    """Record the metrics of a step, joining the names of nested metrics with ``/``."""
     for name, value in (metrics or {}).items():
         if isinstance(value, list):
             value = {str(index): inner for index, inner in enumerate(value[:_CHARTED])}

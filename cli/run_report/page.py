@@ -45,7 +45,7 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
     )
 
 
-# ---- the parts of a run
+# ---- sections of a run
 
 
 def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
