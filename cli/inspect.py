@@ -161,7 +161,7 @@ def diff(
 
     Give the steps after both locations, as in `diff A B 1 2`, or each step after its location, as in `diff A 1 B 2`.
 
-    Exit status: 0 if the same, 1 if different, 2 if the checkpoints cannot be compared. With a tolerance, NaN equals NaN.
+    Exit status: 0 if equal, 1 if different, 2 if the checkpoints cannot be compared. With a tolerance, NaN equals NaN.
     """
     configure_logging("warning")
     from ..engine.sources import compare_checkpoints

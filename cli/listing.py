@@ -1,4 +1,4 @@
-"""``holdfast ls`` and ``watch`` list checkpoints without importing numpy, which takes longer than listing a run."""
+"""``holdfast ls`` and ``watch`` list checkpoints without numpy, whose import takes longer than listing a run."""
 
 from __future__ import annotations
 

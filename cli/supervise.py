@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was, ``finished`` if all runs have, else ``unfinished``; None if there are no runs."""
+        """``preempted`` if any run was, ``finished`` if every run is, otherwise ``unfinished``; None without runs."""
         states = set(self.states.values())
         if not states:
             return None

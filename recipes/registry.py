@@ -100,7 +100,7 @@ class MissingExtraError(HoldfastError, ImportError):
 @dataclass(frozen=True, slots=True)
 class Recipe:
     name: str  # value of the ``recipe`` key; for bundled recipes also the module name
-    summary: str  # one line for users
+    summary: str  # one-line summary for users
     schema: type[Config]
     extra: str = ""  # name of the holdfast extra that the recipe requires
     packages: tuple[str, ...] = ()  # import names of further required packages

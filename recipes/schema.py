@@ -67,7 +67,7 @@ Resume = Annotated[
 
 
 class Section(BaseModel):
-    """Base class of configuration sections: strict types, no unknown keys, immutable."""
+    """Immutable base class of configuration sections, with strict types and no unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -4,7 +4,7 @@
 ``command``        runs the program with and without interruptions, and compares its checkpoints
 ``interruptions``  chooses the preemptions to rehearse
 ``findings``       explains the differences between checkpoints, and prints the report
-``plan``           holds the instructions that the command passes to one attempt of the program
+``plan``           defines the instructions that the command passes to the program in each attempt
 ``rehearsal``      interrupts the program from inside, records its events, and redirects its directories
 =================  =====================================================================================
 """

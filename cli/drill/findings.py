@@ -104,7 +104,7 @@ class StepDifference:
 # ---- causes
 
 _Entry = tuple[str, Fact, Fact]  # an object name, and its facts in two runs
-_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain differences, strongest first
+_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of explanatory facts, strongest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class Causes:
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
-        """Return findings about the facts at the first step where any fact differs from the undisturbed run."""
+        """Return findings about the first step at which any fact differs from the undisturbed run."""
         reference, run = self._reference.facts, self._run.facts
         undisturbed, again = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))

@@ -79,7 +79,7 @@ def choose(
         validated = sorted(draw.sample(candidates, min(2, len(candidates))))
         for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
             add(number, "validation", step)
-        # Spare the steps around a validation: a run that resumes at one of them may skip the validation.
+        # Spare the steps around a validation, because a run that resumes at such a step may skip the validation.
         around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
         taken |= {steps[index] for index in around if 0 <= index < len(steps)}
         if not validated:

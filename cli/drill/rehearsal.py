@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL; if there is none, create it for ``writes``, or else return the URL."""
+        """Return the stand-in for a path or URL, creating it for ``writes``; without a stand-in, return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError for a location outside the rehearsal, where a write would change a real directory."""
+        """Raise StateError for a location outside the rehearsal, because a write would change a real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "
