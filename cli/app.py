@@ -1,4 +1,4 @@
-"""The list of commands, in the order of ``holdfast --help``, and shell completion."""
+"""The command list, in the order shown by ``holdfast --help``, and shell completion."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
     "import": "Import checkpoints of another library.",
     "export": "Export a checkpoint to the format of another library.",
 }
-_MODULES = {  # keyed by module: the names of its commands
+_MODULES = {  # command names, keyed by the module that defines them
     "listing": "ls watch",
     "inspect": "show diff verify",
     "change": "prune rm rollback pin unpin",
@@ -43,8 +43,8 @@ _MODULES = {  # keyed by module: the names of its commands
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which shells request completions
-_SCRIPTS = {  # keyed by shell: path of the completion script, startup file, and the line in it that loads the script
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # shells request completions by setting _COMPLETE
+_SCRIPTS = {  # keyed by shell: completion script, startup file, and the startup line that loads the script
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/holdfast.fish", None, ""),
@@ -52,7 +52,7 @@ _SCRIPTS = {  # keyed by shell: path of the completion script, startup file, and
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run a command, or answer a shell's completion request; return the exit status."""
+    """Run a command or answer a shell's completion request, and return the exit status."""
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
@@ -63,14 +63,14 @@ def execute(arguments: Sequence[str]) -> int:
         with _app.make_context(_NAME, words) as context:
             status: int = _app.invoke(context)
             return status
-    except click.exceptions.Exit as ended:  # from --help and --version
+    except click.exceptions.Exit as ended:  # raised by --help and --version
         return ended.exit_code
-    except click.Abort as error:  # Ctrl-C at a prompt
+    except click.Abort as error:  # raised by Ctrl-C at a prompt
         raise KeyboardInterrupt from error
 
 
 def command(name: str) -> click.Command:
-    """Import only one command, because importing all command modules would take longer than listing checkpoints."""
+    """Import and return one command; importing all command modules would take longer than listing checkpoints."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()
@@ -79,17 +79,17 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy without OpenBLAS threads; import it before other modules, because a nested import is slower."""
+    """Import numpy without OpenBLAS threads; an import from inside another module would be slower."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # so that neither the caller of `main` nor child processes see it
+        del os.environ["OPENBLAS_NUM_THREADS"]  # hide it from the caller of `main` and from child processes
 
 
 class _Unloaded(click.Command):
-    """A placeholder for a command, which is imported when it is called or completed."""
+    """A placeholder that imports its command only when the command is called or completed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -117,7 +117,7 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
     if option.name == "show_completion":
         click.echo(script)
         context.exit()
-    from pathlib import Path  # imported lazily: needed only here
+    from pathlib import Path  # imported lazily, because only installation needs it
 
     relative, startup, line = _SCRIPTS[shell]
     path = Path.home() / relative
@@ -142,7 +142,7 @@ _app = _App(
     commands=[_Unloaded(name, short_help=text) for name, text in COMMANDS.items()],
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     params=[
-        # Listed for the help text only: the entry point has already handled --traceback.
+        # --traceback is listed only for the help text, because the entry point has already handled it.
         _flag("--traceback", "Print the traceback of an error; accepted anywhere."),
         _flag(
             "--install-completion", "Install completion for the shell that SHELL names.", callback=_set_up_completion

@@ -28,7 +28,7 @@ source = click.argument("source", metavar="SRC", help="A run, a directory of che
 def step_of(
     text: str, name: str = "step", value_type: Any = _STEP, *, many: bool = False, required: bool = False
 ) -> _Decorator:
-    """Return a decorator that adds one step or ``many``, as positional arguments or as an option of the same name."""
+    """Return a decorator that adds a step argument, which is also available as an option; ``many`` allows several."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
     shown = option[2:].upper() + "..." * many
 
@@ -52,7 +52,7 @@ def step_of(
 
 
 def duration(option: str, text: str, *, name: str | None = None, default: str | None = None) -> _Decorator:
-    """Return a decorator that adds an option for a duration, such as 10m, which the command receives in seconds."""
+    """Return a decorator that adds an option for a duration such as ``10m``; the command receives seconds."""
 
     def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
         return None if value is None else seconds(value, name=option)
@@ -80,7 +80,7 @@ def deletes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoints_at(path: str) -> Location:
-    """Resolve a path or URL from the user to a checkpoint directory, or to one checkpoint of any supported library."""
+    """Resolve a user's path or URL to a checkpoint directory, or to a single checkpoint of any supported library."""
     location = as_location(path).snapshot()
     if (location / RECORD).is_there():
         return location
@@ -102,7 +102,7 @@ def is_one_checkpoint(location: Location) -> bool:
 
 
 def runs_below(location: Location) -> list[str]:
-    """Return the names of subfolders that have holdfast checkpoints; only the first hundred are searched."""
+    """Return the names of subfolders with holdfast checkpoints, searching at most the first hundred subfolders."""
     if not location.is_local or is_ours(location):  # listing object stores is slow
         return []
     try:
@@ -113,7 +113,7 @@ def runs_below(location: Location) -> list[str]:
 
 
 def where_else(location: Location) -> str:
-    """Return a suffix for an error message that points to checkpoints near a directory without any."""
+    """Return an error message suffix that points to checkpoints near a directory that has none."""
     if (location.parent / RECORD).is_there():
         return f"; it is a part of the checkpoint {location.parent}"
     runs = runs_below(location)

@@ -1,6 +1,6 @@
-"""``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback``: change which checkpoints a run keeps.
+"""``holdfast prune``, ``rm``, ``rollback``, ``pin`` and ``unpin`` change which checkpoints a run keeps.
 
-All of them acquire the directory as a run does, and fail if a run is writing to it.
+Each command acquires the checkpoint directory as a training run does, and fails while a run is writing to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The run that a command changes, and its steps; with ``takes_strays``, folders without a record are steps, too."""
+    """The run to change, and its steps, including step folders without a commit record if ``takes_strays`` is true."""
 
     def __init__(self, directory: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
@@ -68,10 +68,10 @@ class ChangedRun:
 
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
-        """Open the run for writing, and preserve its stored retention rules."""
+        """Open the run for writing, preserving its stored retention rules."""
         logger, is_other = logging.getLogger("holdfast"), lambda record: record.msg is not LEFT_ALONE
         with CheckpointManager(self.location, options=self.options) as manager:
-            logger.addFilter(is_other)  # suppress the warning about folders that `rm` may delete next
+            logger.addFilter(is_other)  # hide the warning about folders that `rm` may be about to delete
             try:
                 manager.acquire()
             finally:
@@ -94,7 +94,7 @@ class ChangedRun:
         return " and ".join(filter(None, [checkpoints, folders]))
 
     def mirrored_after(self, step: int) -> list[int] | None:
-        """Return the later steps that exist only in the mirror; None if the mirror cannot be read."""
+        """Return the steps after ``step`` that exist only in the mirror, or None if the mirror cannot be read."""
         if self.mirror is None:
             return []
         here = {entry.step for entry in self.entries}
@@ -105,7 +105,7 @@ class ChangedRun:
         return [entry.step for entry in there if entry.step > step and entry.step not in here]
 
     def nbytes(self, steps: Collection[int]) -> int:
-        """Return the total size of the steps, in bytes; steps with unreadable records are not counted."""
+        """Return the total size of the steps in bytes, not counting steps whose records are unreadable."""
         return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
 
 
@@ -136,7 +136,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    Rules not given here are taken from the last run. The newest checkpoint and pinned ones are always kept.
+    Rules that are not given are taken from the last run. The newest checkpoint and pinned checkpoints are always kept.
     """
     rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)
@@ -241,7 +241,7 @@ def _delete(
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
             if after is not None:
-                manager.delete_after(after)  # the mirror may have additional later steps
+                manager.delete_after(after)  # the mirror may have later steps that the run lacks
             if in_mirror:
                 settle_mirror(manager)
     elif anything and not dry_run:

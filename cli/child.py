@@ -1,7 +1,7 @@
 """The observer inside a program started by ``holdfast supervise`` or ``holdfast drill``.
 
 ``cli/program.py`` puts the name of :func:`observer` in the program's environment, and ``process_observer`` in
-``engine/observer.py`` calls it in each of the program's processes.
+``engine/observer.py`` calls that function in each of the program's processes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..engine.observer import DRILL, Observer, Point, Unobserved
 from ..engine.storage import append_line
 
 ENTRY = f"{__name__}:observer"
-SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable that holds the folder that the supervisor reads
+SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable with the path of the folder that the supervisor reads
 STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal that makes a supervised process dump its thread stacks
-BEAT = struct.Struct("=dq")  # heartbeat record: monotonic clock in seconds, and the step, which is -1 before the first
+BEAT = struct.Struct("=dq")  # heartbeat: monotonic time in seconds, and step (-1 before the first step)
 
 _logger = logging.getLogger("holdfast")
 
 
 def observer() -> Observer:
-    """Return this process's observer: its heartbeat or, under ``holdfast drill``, a rehearsal that wraps it."""
+    """Return this process's observer: a heartbeat, which a rehearsal wraps under ``holdfast drill``."""
     heartbeat: Observer = Unobserved()
     if folder := os.environ.get(SUPERVISOR):
         try:
@@ -48,7 +48,7 @@ def observer() -> Observer:
 
 
 class Heartbeat(Observer):
-    """Reports this process's progress and events to a supervisor, and dumps the thread stacks on request, by signal."""
+    """Reports this process's progress and events to a supervisor, and dumps the thread stacks when signalled."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"heartbeat.{os.getpid()}"

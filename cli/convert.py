@@ -1,4 +1,4 @@
-"""``holdfast cp``, ``import`` and ``export``: copies of checkpoints, and conversions between libraries."""
+"""``holdfast cp``, ``import`` and ``export`` copy checkpoints and convert them between libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say
 
-_OPTIONS = {  # keyed by function argument in error messages: the corresponding command option
+_OPTIONS = {  # command options that replace function arguments in error messages
     "overwrite=True": "--overwrite",
     "item=": "--item",
     "step='best'": "--step best",
@@ -41,7 +41,7 @@ _OPTIONS = {  # keyed by function argument in error messages: the corresponding 
 def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None, as_json: bool) -> int:
     """Copy a checkpoint, or a run with all its steps, between disks and object stores.
 
-    Every byte is verified on the way. Running the same command again continues an interrupted copy.
+    Every byte is verified during the copy. Run the same command again to continue an interrupted copy.
     """
     configure_logging("warning")
     with _command_options_in_errors(), progress_of("copy", shown=not as_json) as progress:
@@ -75,8 +75,8 @@ def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> in
 
     Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), torch.save and
     Lightning files, torch.distributed.checkpoint folders, Flax msgpack files, TensorFlow checkpoints (a prefix such as
-    dir/ckpt-5, or their directory), Keras .keras and .h5 files, .npz files, and RLlib directories. Code in them is
-    never executed.
+    dir/ckpt-5, or their directory), Keras .keras and .h5 files, .npz files, and RLlib directories. Code in
+    checkpoints is never executed.
     """
     configure_logging("error")  # the command itself lists the omitted leaves
     location = checkpoints_at(source)
@@ -127,7 +127,7 @@ def export(
 ) -> int:
     """Export a checkpoint to the format of another library.
 
-    For orbax, all steps are written unless one is given.
+    An export to Orbax includes all steps unless a step is given.
     """
     configure_logging("warning")
     if in_place:

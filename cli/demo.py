@@ -1,6 +1,6 @@
-"""A demonstration: a run is preempted halfway, resumes, and ends with the same bits as an uninterrupted run.
+"""Demonstrate that a run that is preempted halfway resumes and ends with the same bits as an uninterrupted run.
 
-``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR; if DIR is omitted, the files are removed.
+``python -m holdfast.cli.demo [DIR]`` keeps its files in DIR; without DIR, the files are removed at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROGRESS = re.compile(r"step (\d+) of (\d+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration with real processes and a real signal; return the exit status."""
+    """Run the demonstration with real processes and a real signal, and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) > 1:
         say("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
-    """Run the command and echo its output; with ``preempt``, send SIGTERM halfway."""
+    """Run a ``holdfast`` command and echo its output; with ``preempt``, send it SIGTERM halfway."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
     # Use sys.executable, because the command on the PATH may belong to another installation.
     process = subprocess.Popen(

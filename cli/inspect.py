@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _saying_where_else(location: Location) -> Iterator[None]:
-    """Append the locations of nearby checkpoints to the error about a directory without any."""
+    """Append the locations of nearby checkpoints to an error about a directory that has none."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -135,7 +135,7 @@ def _columns(leaf: LeafStatistics | None) -> list[str]:
 
 
 def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics]) -> str:
-    """Describe a leaf in one line: type, shape, and statistics."""
+    """Describe a leaf on one line, with its type, shape, and value or statistics."""
     leaf_type = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
     statistics = numbers.get((leaf.item, leaf.path))
     if statistics is None:
@@ -159,9 +159,9 @@ def diff(
 ) -> int:
     """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
 
-    Steps come after both locations, as in `diff A B 1 2`, or each after its own, as in `diff A 1 B 2`.
+    Give the steps after both locations, as in `diff A B 1 2`, or each step after its location, as in `diff A 1 B 2`.
 
-    Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
+    Exit status: 0 if equal, 1 if different, 2 if the checkpoints cannot be compared. With a tolerance, NaN equals NaN.
     """
     configure_logging("warning")
     from ..engine.sources import compare_checkpoints
@@ -174,7 +174,7 @@ def diff(
         second = open_checkpoint(checkpoints_at(right), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             differences = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
-    except HoldfastError as error:  # not status 1, which means that the checkpoints differ
+    except HoldfastError as error:  # status 1 would mean that the checkpoints differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     paths = [str(first.location), str(second.location)]
@@ -197,7 +197,7 @@ def diff(
 def verify(directory: str, step: int | None, as_json: bool) -> int:
     """Check every byte of checkpoints, by default of all steps.
 
-    Exit status 1 if anything is damaged.
+    The exit status is 1 if anything is damaged.
     """
     configure_logging("error")
     location = checkpoints_at(directory)

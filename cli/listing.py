@@ -1,4 +1,4 @@
-"""``holdfast ls`` and ``watch`` list checkpoints; they do not import numpy, which takes longer than listing a run."""
+"""``holdfast ls`` and ``watch`` list checkpoints without numpy, whose import takes longer than listing a run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _PLACES = {
 def ls(directories: Sequence[str], as_json: bool) -> int:
     """List the checkpoints of runs, or the runs in a folder.
 
-    For each checkpoint: its age, size and metrics, why it is kept, whether it is damaged, and whether the newest resume
-    from it was exact (recorded: none was compared yet). Below the list: the run's mirror, and where its hosts keep
-    local steps.
+    Each checkpoint is listed with its age, size and metrics, the reasons for keeping it, any damage, and whether the
+    newest resume from it was exact (recorded means that no resume has been compared). The run's mirror and the location
+    of local steps on its hosts follow the list.
     """
     configure_logging("warning")
     locations = [checkpoints_at(directory) for directory in directories]
@@ -54,7 +54,7 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
 
 
 def _listing(location: Location) -> dict[str, Any]:
-    """Return the checkpoints at a location, or the runs below it, and the run's mirror and local locations, as JSON."""
+    """Return a JSON document with the checkpoints or runs at a location, and the run's mirror and local locations."""
     checkpoints = [{**shown(summary), "witness": None} for summary in _checkpoints(location)]
     _add_witness(location, checkpoints)
     runs = [] if checkpoints else [_run(location / name) for name in runs_below(location)]
@@ -63,7 +63,7 @@ def _listing(location: Location) -> dict[str, Any]:
 
 
 def list_at(location: Location) -> None:
-    """Print the checkpoints at a location, or the runs below it, and the run's mirror and local locations."""
+    """Print the checkpoints or runs at a location, and the run's mirror and local locations."""
     listing = _listing(location)
     if "runs" in listing:
         _print_runs(listing["runs"])
@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the witness verdict on the newest resume from each step, or ``recorded`` if none has been compared yet."""
+    """Add the witness verdict on the newest resume from each step, or ``recorded`` if none has been compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -91,7 +91,7 @@ def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _other_places(location: Location) -> dict[str, str]:
-    """Return the other locations of the run's steps, as recorded in its directory."""
+    """Return the run's mirror and local locations, as recorded in its directory."""
     try:
         run = stored_identity(location)
     except StorageError:
@@ -123,7 +123,7 @@ def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Format the size of a step and, if steps share files, the size of the files that it does not share."""
+    """Format the size of a step and, with ``shares``, the size of the files that it shares with no other step."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -131,7 +131,7 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
 
 
 def _run(location: Location) -> dict[str, Any]:
-    """Summarize a run as JSON: checkpoint counts and sizes, and the most recently saved checkpoint."""
+    """Summarize a run as JSON: the number and size of its checkpoints, and the most recently saved checkpoint."""
     inside = location / INSIDE_A_RUN
     summaries = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
     checkpoints = [shown(summary) for summary in summaries]
@@ -171,7 +171,7 @@ def _print_runs(runs: list[dict[str, Any]]) -> None:
 def shown(summary: CheckpointSummary) -> dict[str, Any]:
     """Convert a checkpoint summary to JSON."""
     facts = {**asdict(summary), "step": None if summary.step < 0 else summary.step}
-    del facts["added_bytes"]  # depends on the other steps in the list
+    del facts["added_bytes"]  # this value depends on the other steps in the list
     return facts
 
 
@@ -180,11 +180,11 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Summarize one checkpoint as a step of its directory; if it is not one, its step number may be -1 (unknown)."""
+    """Summarize one checkpoint, as a step of its directory if possible; the step is -1 if it is unknown."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)
-    from ..engine.sources import open_at  # imported lazily, because it takes longer than listing a run
+    from ..engine.sources import open_at  # imported lazily, because the import takes longer than listing a run
 
     checkpoint = open_at(location)
     return CheckpointSummary(
@@ -228,7 +228,7 @@ def _listed(location: Location) -> dict[str, CheckpointSummary]:
 def _changes(
     before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
 ) -> Iterator[tuple[str, CheckpointSummary, str]]:
-    """Yield the differences between two listings: the kind of change, the checkpoint, and the text of the line."""
+    """Yield each change between two listings: its kind, the checkpoint, and the text to print."""
     for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
         yield "deleted", before[path], f"{before[path].step}"
     for path, item in sorted(now.items(), key=lambda pair: pair[1].step):

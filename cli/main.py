@@ -1,6 +1,6 @@
-"""The entry point: parses arguments, returns the exit status, and prints errors as one line to standard error.
+"""The entry point of the command, which prints errors to standard error as one line and returns the exit status.
 
-With ``--json``, the error is also printed to standard output as JSON.
+With ``--json``, errors are also printed to standard output as JSON.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _JSON = "--json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with the given arguments, by default those in ``sys.argv``; return the exit status."""
+    """Run the command with the given arguments, by default ``sys.argv[1:]``, and return the exit status."""
     open_closed_streams()
     if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe may rely on the final garbage collection
-        atexit.register(gc.freeze)  # exits faster, because there is no final collection over all imported modules
+        atexit.register(gc.freeze)  # a final collection over all imported modules would delay the exit
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)  # the rest belongs to another program
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # arguments after -- belong to another program
     with_traceback, as_json = (flag in arguments[:end] for flag in (_TRACEBACK, _JSON))
     arguments = [argument for argument in arguments[:end] if argument != _TRACEBACK] + arguments[end:]
     try:

@@ -1,4 +1,4 @@
-"""Runs another program as a child process: starts, watches and signals it, and ends it with all its descendants.
+"""Run another program as a child process: start, watch and signal it, and end it with all its descendants.
 
 The child's environment names an observer (``cli/child.py``), which writes events and heartbeats to a folder.
 """
@@ -27,7 +27,7 @@ from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # some do not exist on every platform
+    if hasattr(signal, name)  # some signals do not exist on every platform
 )
 _TICK = 0.25  # polling interval for the child's events and heartbeats, in seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
@@ -35,10 +35,10 @@ _libc = ctypes.CDLL(None)
 
 
 class Signals:
-    """A context manager that collects the signals to forward; each interrupts :meth:`sleep`."""
+    """A context manager that collects the signals to forward, each of which interrupts :meth:`sleep`."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # in order of arrival; callers remove those that they have handled
+        self.received: list[int] = []  # in order of arrival; callers remove the signals that they have handled
         self._previous: dict[int, Any] = {}
         self._sockets = socket.socketpair()
 
@@ -70,10 +70,10 @@ class Signals:
 
 
 class Program:
-    """One execution of a command, in its own process group; events and heartbeats are written to the new ``folder``."""
+    """A running command, in its own process group; its processes write events and heartbeats to ``folder``."""
 
-    # On Linux, this process adopts descendants of the command whose parent dies (it is a subreaper), so nothing
-    # outlives `sweep`, not even torchrun workers, which have their own sessions.
+    # On Linux, this process is a subreaper, which adopts descendants of the command when their parents die. As a
+    # result, nothing outlives `sweep`, not even torchrun workers, which have their own sessions.
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class Program:
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        with contextlib.suppress(OSError):  # the reader of the pipe may have ended
+        with contextlib.suppress(OSError):  # the reader of the pipe may have exited
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
-        # A background process group must not read from a terminal, so stdin is /dev/null in that case.
+        # A background process group must not read from a terminal, so its stdin is /dev/null if ours is a terminal.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -122,26 +122,26 @@ class Program:
         return events
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program ends (return its status), ``look()`` is true, or ``limit`` seconds pass."""
+        """Forward signals until the program ends, ``look()`` is true or ``limit`` seconds pass; return its status."""
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
             while self._signals.received:
                 number = self._signals.received.pop(0)
                 self.forwarded.append(number)
-                self._process.send_signal(number)  # not to the group, because the command may forward it itself
+                self._process.send_signal(number)  # not to the group, because the command may forward signals itself
             if look() or (until is not None and time.monotonic() >= until):
                 return self._process.poll()
             self._signals.sleep(_TICK if until is None else min(_TICK, until - time.monotonic()))
         return status
 
     def last_sign(self) -> tuple[float, int]:
-        """Return the time of the last sign of progress (monotonic clock), and the newest step; -1 if there is none."""
+        """Return the monotonic time of the last sign of progress, and the newest step (-1 before the first step)."""
         contents = (path.read_bytes() for path in self._folder.glob("heartbeat.*"))
         beats = [BEAT.unpack(content) for content in contents if len(content) == BEAT.size]
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Make the program dump its thread stacks twice, ``between`` seconds apart, and then end it as `end` does."""
+        """Dump the program's thread stacks twice, ``between`` seconds apart; then end it, and return its status."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
@@ -165,7 +165,7 @@ class Program:
         return self._process.wait()
 
     def sweep(self, grace: float) -> list[int]:
-        """End processes that the program left running, because they hold devices and directories; return their PIDs."""
+        """End processes that the program left running, which may hold devices or directories; return their PIDs."""
         left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:
@@ -176,7 +176,7 @@ class Program:
         return left
 
     def _left(self) -> list[int]:
-        """Reap ended processes that the program left behind, and return those still running."""
+        """Reap processes that the program left behind, and return the PIDs of those still running."""
         for pid in (left := set(_children(os.getpid())) - {*self._others, self.pid}):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -194,7 +194,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield (PID, parent PID) for all processes on this system; yield nothing if there is no ``/proc``."""
+    """Yield (PID, parent PID) for all processes on this system, or nothing on systems without ``/proc``."""
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):

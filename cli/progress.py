@@ -1,4 +1,4 @@
-"""Progress of a command on standard error: a bar on a terminal, and occasional lines elsewhere."""
+"""Show the progress of a command on standard error: as a bar on a terminal, and as occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BETWEEN_FRAMES = 0.1  # refresh interval, in seconds
 
 
 class Meter:
-    """A :class:`~holdfast.reports.Progress` that shows the bytes done, for calls that take longer than a second."""
+    """A :class:`~holdfast.reports.Progress` that shows the bytes processed by calls that take longer than a second."""
 
     def __init__(self, call: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
@@ -35,7 +35,7 @@ class Meter:
         self._lock = threading.Lock()
         self._expected = self._done = 0
         self._began = self._printed_at = clock()
-        self._printed = 0  # bytes done when the last line was printed
+        self._printed = 0  # number of bytes processed when the last line was printed
         self._bar: Bar | None = None
 
     def expect(self, nbytes: int) -> None:
@@ -55,7 +55,7 @@ class Meter:
             self._print(now)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -67,7 +67,7 @@ class Meter:
             console = Console(file=self._stream)
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}", markup=False),
-                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # takes the rest of the line
+                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # fills the rest of the line
                 progress.TaskProgressColumn(),
                 progress.DownloadColumn(),
                 progress.TransferSpeedColumn(),
@@ -95,7 +95,7 @@ class Meter:
 
 @contextlib.contextmanager
 def progress_of(call: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Yield a meter, and show the progress that a call reports to it; ``call`` is the name shown, such as ``copy``."""
+    """Yield a meter, and show the progress reported to it under the name ``call``, such as ``copy``."""
     meter = Meter(call)
     if not shown:
         yield meter

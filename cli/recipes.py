@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a bundled configuration; the shell itself completes file names."""
+    """Return the bundled configurations that complete a name; the shell itself completes file names."""
     from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
@@ -87,7 +87,7 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
 
 
 def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
-    """Load and check the configurations of all runs, keyed by run name."""
+    """Load, check and return the configurations of all runs, keyed by run name."""
     from ..recipes.configuration import expand_sweep, load_configuration
     from ..recipes.problems import ConfigError
     from ..recipes.runner import places_of

@@ -1,4 +1,4 @@
-"""Output of the commands: tables for people, JSON for programs."""
+"""Command output: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from ..engine.clock import format_size
 from .streams import one_line, say, visible
 
-_WRAPPED = 1000  # maximum rows of a table fitted to the terminal, because rich takes half a millisecond per row
+_WRAPPED = 1000  # maximum number of rows to fit to the terminal, because rich takes half a millisecond per row
 _FOLDED = 20  # minimum width of a wrapped cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table, fitted to the terminal width; at full width if there are many rows, or without a terminal."""
+    """Print a table fitted to the terminal width, or at full width if it has many rows or there is no terminal."""
     rows = [[visible(cell) for cell in row] for row in rows]
     lines: list[Sequence[str]] = [columns]
     for row in rows:
@@ -27,10 +27,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     on_terminal = sys.stdout.isatty()
     if on_terminal and len(rows) <= _WRAPPED:
-        import shutil  # imported lazily, because it imports compression modules
+        import shutil  # imported lazily, because shutil imports compression modules
 
         if _table_width(widths) > shutil.get_terminal_size().columns:
-            _print_fitted(columns, rows, widths, right)  # imports rich, which takes as long as it takes to list a run
+            _print_fitted(columns, rows, widths, right)  # imports rich, which takes as long as listing a run
             return
     for line in lines:
         aligned: list[str] = []
@@ -40,7 +40,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         text = "  ".join(aligned).rstrip()
         if on_terminal and line is columns and os.environ.get("TERM") not in ("dumb", "unknown"):
             text = f"\x1b[1m{text}\x1b[0m"
-        print(text)  # The cells are escaped already.
+        print(text)  # The cells are already escaped.
 
 
 def _table_width(widths: Sequence[int]) -> int:
@@ -50,7 +50,7 @@ def _table_width(widths: Sequence[int]) -> int:
 def _print_fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
 ) -> None:
-    """Print a table at terminal width: with wrapped cells or, if there are too many columns, with stacked rows."""
+    """Print a table at terminal width with wrapped cells, or with stacked rows if there are too many columns."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -67,11 +67,11 @@ def _print_fitted(
         table.add_row(*map(Text, row))  # Text, because rich would interpret square brackets in plain strings as markup
     with console.capture() as capture:
         console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are escaped already.
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are already escaped.
 
 
 def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """Print the first cell of each row on its own line, and the others below it, labeled with their columns."""
+    """Print the first cell of each row on its own line, and the other cells below it, labeled with column names."""
     for first, *cells in rows:
         say(first)
         line = ""
@@ -94,7 +94,7 @@ def _width(text: str) -> int:
 
 
 def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
-    """Print paths as a tree: containers with their total sizes, leaves with their sizes and descriptions."""
+    """Print leaf paths as a tree: containers with their total sizes, and leaves with their sizes and descriptions."""
     sizes: dict[tuple[str, ...], int] = {}
     paths = [tuple(one_line(path).rstrip("/").split("/")) for path, _, _ in leaves]
     for keys, (_, nbytes, _) in zip(paths, leaves, strict=True):
@@ -126,7 +126,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in at most two units, such as ``12.3 s`` and ``1 h 02 min``."""
+    """Format a duration in at most two units, such as ``12.3 s`` or ``1 h 02 min``."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
     if seconds < 59.95:
@@ -142,7 +142,7 @@ def duration(seconds: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
-    """Format metrics in one line; names of nested metrics contain ``/``."""
+    """Format metrics on one line, joining the names of nested metrics with ``/``."""
     return ", ".join(f"{name} {_number(value)}".lstrip() for name, value in _flat(metrics or {}))
 
 
@@ -155,13 +155,13 @@ def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other:
 
 
 def witness_events(events: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return the last witness event for each step that a run resumed from."""
+    """Return the last witness event for each step that a run resumed from, keyed by step."""
     events = (event for event in events if event["event"] == "witness")
     return {step: event for event in events if isinstance(step := event.get("saved_step"), int)}
 
 
 def proof_text(event: Mapping[str, Any]) -> str:
-    """Return the one-word verdict of a witness event about a resume."""
+    """Return the verdict of a witness event on a resume: ``exact``, ``inexact`` or ``rounding``."""
     return "exact" if event.get("exact") is True else "inexact" if event.get("exact") is False else "rounding"
 
 

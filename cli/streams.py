@@ -1,4 +1,4 @@
-"""Standard streams: escaping of text, log lines, closed streams, and pipes without a reader."""
+"""Standard streams: escape text, print log lines, and handle closed streams and blocked pipes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def visible(text: object) -> str:
 
 
 def one_line(name: object) -> str:
-    """Escape a name that comes from outside, such as that of a leaf or metric, for use within one line."""
+    """Escape an untrusted name, such as the name of a leaf or metric, for display on one line."""
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print text with control characters escaped; commands use this for all text output."""
+    """Print text with control characters escaped; all text output of the commands uses this function."""
     print(*map(visible, texts), end=end, file=file, flush=flush)
 
 
 class _Lines(logging.Handler):
-    """Writes ``12:00:00 message`` to the current standard streams, with the level name unless it is info."""
+    """Writes lines such as ``12:00:00 warning: message`` to the current standard streams, omitting the level info."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -69,15 +69,15 @@ def open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             redirect(number)
-        if getattr(sys, name) is None:  # its descriptor was already closed when Python started
+        if getattr(sys, name) is None:  # the descriptor was already closed when Python started
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # raised for a pipe that was opened for appending
-                stream.reconfigure(errors="backslashreplace")  # ASCII terminals show escapes
+                stream.reconfigure(errors="backslashreplace")  # shows escapes on ASCII terminals
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, but give up if the reader has ended or is blocked."""
+    """Write to standard error, but give up if the reader has exited or is blocked."""
     data = visible(text).encode(errors="backslashreplace")
     poll = select.poll()
     poll.register(2, select.POLLOUT)

@@ -1,8 +1,8 @@
 """``holdfast supervise`` restarts a program until its run has finished.
 
-The supervisor relies on the run's own record: whether it has finished or was preempted, and its newest step. The
-program's exit status is secondary, because torchrun turns every failure into status 1, and some trainers exit with 0
-after SIGTERM.
+The supervisor relies on the run's own events, which record whether it finished or was preempted, and on its newest
+step. The program's exit status is secondary, because torchrun turns every failure into status 1, and some trainers exit
+with 0 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
-EARLY = 60.0  # seconds; it also gives up after STALLED consecutive attempts that end sooner, before a run begins
+EARLY = 60.0  # seconds; the supervisor also gives up after STALLED consecutive shorter attempts that start no run
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -46,16 +46,16 @@ _INTERRUPTED = (INTERRUPTED, -signal.SIGINT)
 _ENDS = ("preempted", "finished", "failed")
 
 
-# ---- pure functions: how a start of the program ended, and what to do next
+# ---- pure functions: how an attempt ended, and what to do next
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """The last state that each run reported during one attempt, and the newest steps."""
+    """The last state that each run reported during one attempt, and the newest step in each directory."""
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # keyed by directory and process
-    newest: dict[str, int] = field(default_factory=dict)  # keyed by directory: newest step when acquired; -1 for none
-    runs: dict[str, str] = field(default_factory=dict)  # keyed by directory: last run token, if process 0 runs here
+    newest: dict[str, int] = field(default_factory=dict)  # newest step when acquired, keyed by directory; -1 for none
+    runs: dict[str, str] = field(default_factory=dict)  # last run token, keyed by directory, if process 0 runs here
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted``; ``finished`` if all runs have; ``unfinished``; or None if the program reported nothing."""
+        """``preempted`` if any run was, ``finished`` if every run is, otherwise ``unfinished``; None without runs."""
         states = set(self.states.values())
         if not states:
             return None
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify how an attempt ended: ``hung`` if the supervisor ended it, ``asked`` if it forwarded a signal."""
+    """Classify the end of an attempt, given whether it was ended for a hang (``hung``) or signalled (``asked``)."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -103,9 +103,9 @@ class Start:
 
     kind: Kind
     returncode: int
-    progress: bool | None  # whether it committed a step newer than all earlier ones; None if unknown
-    asked: bool = False  # whether the supervisor itself received a signal to end
-    early: bool = False  # whether it ended within ``EARLY`` seconds without starting a run
+    progress: bool | None  # whether a step newer than all earlier steps was committed; None if unknown
+    asked: bool = False  # whether the supervisor received and forwarded a signal
+    early: bool = False  # whether the attempt ended within ``EARLY`` seconds without starting a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +162,16 @@ class Watch:
     """The timeouts for the running program, in seconds."""
 
     hang: float | None = None  # maximum time between signs of progress, after the first step
-    start: float = 3600.0  # maximum time until the first step, which includes compilation
+    start: float = 3600.0  # maximum time until the first step, including compilation
     grace: float = 30.0  # time between SIGTERM and SIGKILL
 
 
 class _Log:
-    """Logs one line per event: to standard error, as text if it is a terminal, and to a file as JSON."""
+    """Logs each event as a line to standard error (text on a terminal, JSON otherwise), and as JSON to a file."""
 
     def __init__(self, path: Path | None, *, as_json: bool) -> None:
         self._path = path
-        self._pipe: int | None = None  # descriptor of a FIFO, kept open because its reader treats closing as the end
+        self._pipe: int | None = None  # descriptor of a FIFO, kept open because closing it would end the stream
         self._has_failed = False
         self._in_words = not as_json and os.isatty(2)
 
@@ -179,7 +179,7 @@ class _Log:
         now = time.time()
         line = json.dumps({"event": event, "time": round(now, 3), **facts})
         words = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
-        write_error(f"{words}\n")  # a single write, so that the line is not interleaved with the program's output
+        write_error(f"{words}\n")  # a single write is not interleaved with the program's output
         if self._path is None:
             return
         try:
@@ -263,11 +263,11 @@ def supervise(
 ) -> int:
     """Run a program, and start it again after a preemption, a crash or a hang.
 
-    Write the program after two dashes: holdfast supervise -- python train.py. The run's own events decide whether it
-    has finished or was preempted; SIGTERM and other signals are passed on. Every event is logged as a line on standard
-    error: text on a terminal, JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption
-    of the supervisor itself; 93 if 3 consecutive restarts bring no new checkpoint, or 3 consecutive starts end within
-    a minute, before the run begins.
+    Write the program after two dashes: holdfast supervise -- python train.py. The run's own events show whether it
+    finished or was preempted. SIGTERM and other signals are forwarded to the program. Events are logged as lines on
+    standard error: text on a terminal, JSON elsewhere or with --json. The exit status is the program's own, 75 if the
+    supervisor itself was preempted, or 93 if 3 consecutive restarts bring no new checkpoint or 3 consecutive starts end
+    within a minute, before the run begins.
     """
     policy, watch = RestartPolicy(max_restarts, pause, longest_pause), Watch(hang_timeout, start_timeout, grace)
     log = _Log(None if events is None else Path(events), as_json=as_json)
@@ -359,7 +359,7 @@ def _report_end(record: RunRecord, **facts: Any) -> None:
 
 
 def _overdue(program: Program, watch: Watch) -> str | None:
-    """Return the reason to consider the program hung; None if there is none."""
+    """Return the reason for considering the program hung, or None if there is none."""
     when, step = program.last_sign()
     silent = time.monotonic() - when
     if step < 0:
@@ -369,7 +369,7 @@ def _overdue(program: Program, watch: Watch) -> str | None:
 
 
 def _progress(newest: dict[str, int]) -> bool | None:
-    """Update the newest step of each directory; return whether any directory has a newer step, or None if unknown."""
+    """Update the newest step of each directory; return whether any step is new, or None if that is unknown."""
     grown, is_known = False, bool(newest)
     for directory, before in list(newest.items()):
         try:

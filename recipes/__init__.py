@@ -1,17 +1,17 @@
-"""Training programs, configured by a YAML file and run with ``holdfast run``.
+"""Training programs that are configured by a YAML file and run with ``holdfast run``.
 
-====================  =============================================================================
+====================  ===================================================================================
 ``registry``          the available recipes, and the packages that each one needs
-``schema``            their YAML keys: one pydantic model per recipe, one shared checkpoint section
+``schema``            their YAML keys: one pydantic model per recipe, and a shared checkpoint section
 ``configuration``     reads a file and ``key=value`` arguments into a checked configuration
-``runner``            runs a configuration: run directory, resume rules, signals
-``flax_digits``, ...  the programs
-====================  =============================================================================
+``runner``            runs a configuration: sets up directories, applies resume rules, handles signals
+``flax_digits``, ...  the training programs
+====================  ===================================================================================
 
 Your own recipe is a function that takes its configuration (a subclass of :class:`Config`, or a dataclass) and the
 :class:`RunContext`, and returns an :class:`Outcome`; set ``recipe: my_project:train`` to use it (docs/recipes.md).
 
-Importing this package, reading configurations and listing recipes does not import jax or torch; only running does.
+Importing this package, reading configurations and listing recipes do not import jax or torch; running a recipe does.
 """
 
 import lazy_loader

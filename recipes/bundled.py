@@ -1,4 +1,4 @@
-"""The bundled configurations; does not import pydantic, because shell completion of their names must be fast."""
+"""The bundled configurations. This module avoids importing pydantic, which would slow down shell completion."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
 ``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags and duplicate keys are rejected.
 
-``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` has a default. If an unquoted scalar
-consists only of this, the value is parsed as YAML, and may be a number; otherwise it is text.
+``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` provides a default. In an unquoted
+scalar that consists only of such a reference, the value is parsed as YAML and may be a number; elsewhere it is text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recip
 from .schema import Config, fields_of, is_section
 
 _DEEPEST = 100  # maximum nesting depth of lists and sections
-_MOST = 100_000  # maximum number of values in a document, with expanded aliases
+_MOST = 100_000  # maximum number of values in a document after expanding aliases
 _TAG = "tag:yaml.org,2002:"
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 _TEXT_TAGS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value", "merge")}
@@ -79,7 +79,7 @@ class Configuration:
 
 
 def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuration:
-    """Read a configuration, apply ``key=value`` overrides, and check it; raise ConfigError with all problems."""
+    """Read a configuration, apply ``key=value`` overrides, and check it; raise ConfigError listing all problems."""
     document = _read(name, (), itertools.count())
     problems = document.problems
     if not isinstance(document.root, dict):
@@ -88,7 +88,7 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     _override(document, arguments)
     recipe = _recipe(document)
     try:
-        # in JSON mode, strict pydantic accepts a list as a tuple and text as a path, and converts nothing else
+        # In JSON mode, strict pydantic accepts lists for tuples and text for paths, but converts nothing else.
         config = recipe.schema.model_validate_json(json.dumps(document.root))
         wrong = list(config.conflicts())
     except ValidationError as error:
@@ -106,7 +106,7 @@ class _TooManyFilesError(ConfigError):
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file merged over its ``defaults``; ``around`` lists the including files, ``numbers`` counts all files."""
+    """Read a file merged over its ``defaults``; ``around`` lists including files, and ``numbers`` counts all files."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
@@ -146,7 +146,7 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
 
 
 def read_config(name: str) -> tuple[str, str]:
-    """Return the display name and the text of a configuration, read from a file or bundled with the package."""
+    """Return the display name and the text of a configuration file or a bundled configuration."""
     for path in (Path(name), Path(f"{name}.yaml")):
         if path.is_file():
             try:
@@ -170,7 +170,7 @@ def read_config(name: str) -> tuple[str, str]:
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return all combinations of values, each with a folder name: three for ``seed=0,1,2``; a lone one is named ""."""
+    """Return (folder name, arguments) for each run, such as three for ``seed=0,1,2``; a single run has the name ""."""
     parts = [argument.partition("=") for argument in arguments]
     choices = [[f"{key}{equals}{value}" for value in _items(text)] for key, equals, text in parts]
     several = [index for index, values in enumerate(choices) if len(values) > 1]
@@ -190,7 +190,7 @@ def _items(text: str) -> list[str]:
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """Format plain values as YAML 1.2, in their order."""
+    """Format plain values as YAML 1.2, preserving their order."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.width = 120
@@ -200,7 +200,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def _override(document: Document, arguments: Sequence[str]) -> None:
-    """Apply ``key=value`` overrides: keys are dotted and may contain list indices; values are YAML."""
+    """Apply ``key=value`` overrides; keys are dotted and may contain list indices, and values are YAML."""
     given: dict[KeyPath, str] = {}
     for argument in arguments:
         origin = SourceLine(f"argument {argument}")
@@ -240,7 +240,7 @@ def _recipe(document: Document) -> Recipe:
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:
-    """Translate a pydantic error into a message of this package."""
+    """Translate a pydantic error into this package's own wording."""
     error_type = error["type"]
     if error_type in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(error["loc"], recipe.schema)
@@ -263,26 +263,26 @@ def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
 
 
 def _keys(section: Any, path: KeyPath) -> list[str]:
-    """Return the keys of the section at a path; an empty list if there is no section."""
+    """Return the keys of the section at a path, or an empty list if there is no section."""
     for key in path:
         annotation, _ = fields_of(section).get(str(key), (None, "")) if section else (None, "")
         section = next(filter(is_section, (annotation, *get_args(annotation))), None)
     return list(fields_of(section)) if section else []
 
 
-# ---- YAML with the line of every value
+# ---- YAML with line numbers
 
 
 @dataclass(slots=True)
 class Document:
-    """The values of a YAML document as plain data, with the origin of each key, and the problems found."""
+    """A YAML document as plain data, with the origin of each key and the problems found."""
 
     root: Any
     origins: dict[KeyPath, SourceLine]
     problems: list[Problem] = field(default_factory=list)
 
     def origin_of(self, path: KeyPath) -> SourceLine:
-        """Return the origin of a key; if the key is not in the document, of the closest enclosing section."""
+        """Return the origin of a key, or of the closest enclosing section if the document does not have the key."""
         while path not in self.origins:
             path = path[:-1]
         return self.origins[path]
@@ -291,7 +291,7 @@ class Document:
         self.problems.append(Problem(origin, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
-        """Set the value at a path, which may index lists, and add missing sections; reject a path through a scalar."""
+        """Set the value at a path, creating missing sections; a path may index lists, but not lead through a scalar."""
         origin, inside = value.origins[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):
@@ -332,7 +332,7 @@ def compose(text: str) -> Any:
 
 
 def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
-    """Read one YAML document: its values and problems; with ``one_origin``, all keys have one origin without a line."""
+    """Read the values and problems of a YAML document; with ``one_origin``, origins of keys have no line numbers."""
     origin = SourceLine(source)
     document = Document(None, {(): origin})
 
@@ -345,7 +345,7 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
             document.root = _Reader(document, line).value(root, (), origin)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
-    except OverflowError:  # probably an expansion of nested aliases
+    except OverflowError:  # probably caused by nested aliases
         document.problems.clear()
         document.report(origin, (), f"this has more than {_MOST} values, those of aliases included")
     except MarkedYAMLError as error:
@@ -357,7 +357,7 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
 
 
 class _Reader:
-    """Converts YAML nodes to values; each mistake is added to the problems of the document."""
+    """Converts YAML nodes to values, and adds each mistake to the problems of the document."""
 
     def __init__(self, document: Document, line: Callable[[int], SourceLine]) -> None:
         self._document = document
@@ -367,7 +367,7 @@ class _Reader:
         self._count = 0  # number of values read so far
 
     def value(self, node: Node, path: KeyPath, origin: SourceLine) -> Any:
-        """Return the value of a node, whose key is at ``origin``; raise OverflowError after too many values."""
+        """Return the value of a node whose key is at ``origin``; raise OverflowError if there are too many values."""
         self._count += 1
         if self._count > _MOST:
             raise OverflowError

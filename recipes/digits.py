@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1797 images of 8 x 8 pixels in 10 classes, and batches of them in a reproducible order."""
+"""scikit-learn's digits (1797 images of 8 x 8 pixels in 10 classes), in batches with a reproducible order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """Endless batches; the order in an epoch depends only on the seed and the epoch, so the state is two integers."""
+    """An endless iterator over shuffled batches; the order depends only on the seed and the epoch."""
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:
         self._images = images
@@ -54,7 +54,7 @@ class Batches:
         return self._images.part(chosen)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position: the epoch, and the number of images already used in it."""
+        """Return the position: the epoch, and the number of images already used in the epoch."""
         return {"epoch": self._epoch, "position": self._position}
 
     def set_state(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A Flax linen classifier with BatchNorm and dropout on scikit-learn's digits."""
 
 # mypy: disallow-untyped-calls=False
-# Parts of flax come without type information.
+# Parts of flax have no type information.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def initial_state(config: FlaxDigits) -> TrainState:
 
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Perform one update; dropout depends only on the key and the step, so that a resumed run reproduces it."""
+    """Perform one update; a resumed run reproduces the dropout, which depends only on the key and the step."""
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, changed = state.apply_fn(
@@ -86,7 +86,7 @@ def evaluate(state: TrainState, images: Images) -> dict[str, jax.Array]:
 
 
 def run(config: FlaxDigits, context: RunContext) -> Outcome:
-    """Train from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from scratch if there is none."""
     total = step = config.train.steps
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
         training, validation = split_digits(config.data.validation_fraction, config.seed)

@@ -1,4 +1,4 @@
-"""A Flax nnx character transformer on Python's own help texts."""
+"""A Flax nnx character transformer trained on Python's own help texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def help_texts(validation_fraction: float) -> Corpus:
-    """Return the topics of Python's ``help()`` in alphabetical order; the end of the text is for validation."""
+    """Return Python's ``help()`` topics in alphabetical order, holding out the end of the text for validation."""
     topics: dict[str, str] = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     alphabet = "".join(sorted(set(text)))
@@ -42,13 +42,13 @@ def help_texts(validation_fraction: float) -> Corpus:
 
 
 def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.int32]:
-    """Return windows spaced evenly over the text, int32[count, context + 1]."""
+    """Return windows spaced evenly over the text, as int32[count, context + 1]."""
     starts = np.linspace(0, len(numbers) - context - 1, count).astype(np.int64)
     return _cut(numbers, starts, context)
 
 
 class Windows:
-    """Endless int32[batch_size, context + 1] batches that depend only on the seed and the batch index (the state)."""
+    """An endless iterator over int32[batch_size, context + 1] batches, which depend only on the seed and the index."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus
@@ -104,7 +104,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, training: bool) -> jax.Array:
-        """Return float32[batch, context, width], the shape of `x`."""
+        """Return float32[batch, context, width], which has the same shape as `x`."""
         attended = self.attention(self.attention_norm(x), mask=mask)
         x = x + self.dropout(attended, deterministic=not training)
         expanded = nnx.gelu(self.expand(self.feed_forward_norm(x)))
@@ -152,7 +152,7 @@ def evaluate(model: Transformer, batch: jax.Array) -> dict[str, jax.Array]:
 
 
 def run(config: FlaxText, context: RunContext) -> Outcome:
-    """Train from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from scratch if there is none."""
     total = step = config.train.steps
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
         corpus = help_texts(config.data.validation_fraction)

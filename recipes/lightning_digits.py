@@ -27,7 +27,7 @@ LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch
 
 
 class Classifier(LightningModule):
-    """A multilayer perceptron with dropout."""
+    """A multilayer perceptron with BatchNorm and dropout after every hidden layer."""
 
     def __init__(self, config: LightningDigits) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Classifier(LightningModule):
 
 
 def learning_rate_factor(section: Schedule, step: int) -> float:
-    """Return the factor on the peak learning rate at an update: linear warmup, then cosine decay to 0.1."""
+    """Return the fraction of the peak learning rate at a step: linear warmup, then cosine decay to 0.1."""
     if step < section.warmup_steps:
         return step / section.warmup_steps
     done = min(1.0, (step - section.warmup_steps) / (section.decay_steps - section.warmup_steps))
@@ -89,7 +89,7 @@ class Report(Callback):
         self.progress = self.context.progress(self.start, self.train.steps)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report an update, unless a validation follows and will report it."""
+        """Report an update, unless a validation follows and reports it."""
         if self.progress is not None and trainer.global_step % self.train.eval_interval_steps:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
@@ -122,9 +122,9 @@ def quiet() -> Iterator[None]:
 
 
 def run(config: LightningDigits, context: RunContext) -> Outcome:
-    """Train from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from scratch if there is none."""
     total = config.train.steps
-    # a model this small does not benefit from more threads, and a single thread sums in the same order on every machine
+    # A model this small does not benefit from more threads, and one thread sums in the same order on every machine.
     torch.set_num_threads(1)
     seed_everything(config.seed, verbose=False)
     training, validation = split_digits(config.data.validation_fraction, config.seed)

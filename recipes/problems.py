@@ -1,4 +1,4 @@
-"""Configuration errors: all problems of a configuration are reported together, each with its origin."""
+"""Configuration errors, which report all problems of a configuration together, each with its origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A configuration problem: its origin, its key, and a text that says what was expected and found."""
+    """A configuration problem: its origin, its key, and a text that states what was expected and what was found."""
 
     origin: SourceLine
     key: str
@@ -35,7 +35,7 @@ class Problem:
 
 
 class ConfigError(OptionError):
-    """Raised for a configuration with problems, which are listed in the order of the file."""
+    """Raised for an invalid configuration; the message lists all problems in the order of the file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

@@ -1,7 +1,7 @@
-"""Find recipes: bundled, installed, or your own functions; and define the objects that a run passes to them.
+"""Find bundled recipes, installed recipes and your own functions, and define the objects that a run passes to them.
 
-The value of the ``recipe`` key is the name of a bundled recipe; the name of an entry point that an installed package
-declares in the group ``holdfast.recipes``; or ``module:function``, with the working directory on ``sys.path``.
+The ``recipe`` key names a bundled recipe, an entry point that an installed package declares in the group
+``holdfast.recipes``, or a ``module:function``, which is imported with the working directory on ``sys.path``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 class Progress:
-    """Logs finished steps, one line per interval; only the logged metrics are fetched from the device."""
+    """Logs one line per interval of steps; only the metrics in these lines are fetched from the device."""
 
     def __init__(self, start: int, total: int, interval: int) -> None:
         self._last = self._logged = start
@@ -57,7 +57,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What a training program receives in addition to its configuration.
+    """The context that a training program receives in addition to its configuration.
 
     Attributes:
         config: The checked configuration, with the keys common to all recipes, such as ``train.steps`` and ``seed``.
@@ -74,7 +74,7 @@ class RunContext:
     log_interval: int
 
     def progress(self, start: int, total: int) -> Progress:
-        """Return a progress report for a run that begins after `start` of `total` steps."""
+        """Return a progress logger for a run that begins after step `start` and ends at step `total`."""
         return Progress(start, total, self.log_interval)
 
 
@@ -100,9 +100,9 @@ class MissingExtraError(HoldfastError, ImportError):
 @dataclass(frozen=True, slots=True)
 class Recipe:
     name: str  # value of the ``recipe`` key; for bundled recipes also the module name
-    summary: str  # one line for users
+    summary: str  # one-line summary for users
     schema: type[Config]
-    extra: str = ""  # required extra of holdfast
+    extra: str = ""  # name of the holdfast extra that the recipe requires
     packages: tuple[str, ...] = ()  # import names of further required packages
     # The program, if it has already been imported; None for bundled recipes, which are imported on demand.
     function: Callable[[Any, RunContext], Outcome] | None = None
@@ -168,12 +168,12 @@ class RecipeError(HoldfastError):
 
 
 def installed_recipes() -> dict[str, EntryPoint]:
-    """Map the names of the recipes that installed packages declare to their entry points, without importing them."""
+    """Return the entry points of recipes in installed packages, keyed by recipe name, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in RECIPES}
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return a bundled recipe, a recipe of an installed package, or ``module:function``; None if there is none."""
+    """Return a recipe by name, which may be bundled, installed or ``module:function``; None if there is none."""
     if name in RECIPES:
         return RECIPES[name]
     if (point := installed_recipes().get(name)) is not None:
@@ -209,7 +209,7 @@ def _recipe(name: str, target: str) -> Recipe:
 
 
 class _NoSource(Config):
-    # with use_attribute_docstrings, pydantic would parse the source of every function on the call stack
+    # With use_attribute_docstrings, pydantic would parse the source of every function on the call stack.
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 

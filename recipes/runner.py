@@ -1,4 +1,4 @@
-"""Run a checked configuration: the run directory, the resume rules, and the log."""
+"""Run a checked configuration: create the run directory, apply the resume rules, and log the outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG_FILE = "config.yaml"
 
 
 def run(configuration: Configuration) -> Outcome:
-    """Run a recipe; resume from its newest checkpoint if ``checkpoint.resume`` and the identity of the run allow it."""
+    """Run a recipe, resuming from its newest checkpoint if ``checkpoint.resume`` and the run's identity allow it."""
     config = configuration.config
     run_dir, checkpoints = places_of(configuration)
     path = os.path.abspath(run_dir)
@@ -35,7 +35,7 @@ def run(configuration: Configuration) -> Outcome:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
-        # until the program handles preemptions itself, there is nothing to save
+        # Until the program handles preemptions itself, there is nothing to save.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)
@@ -55,7 +55,7 @@ def run(configuration: Configuration) -> Outcome:
     began = time.monotonic()
     try:
         outcome = program(config, context)
-    except SystemExit as end:  # the loop exited in a step after the preemption save
+    except SystemExit as end:  # raised if the training loop ends after the preemption save
         if end.code != PREEMPTED:
             raise
         outcome = Outcome(start=newest, step=newest, preempted=True)
@@ -65,7 +65,7 @@ def run(configuration: Configuration) -> Outcome:
             "holdfast.recipes, which says how the run ended"
         )
     if outcome.preempted and (saved := all_steps(as_location(checkpoints))):
-        # steps after the last saved one are lost, so the run ends at that one
+        # Steps after the last saved step are lost, so the run counts as having ended there.
         outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     if outcome.preempted:
@@ -83,7 +83,7 @@ def places_of(configuration: Configuration) -> tuple[Path, str]:
 
 
 def first_step(configuration: Configuration) -> int:
-    """Return the step that `run` would resume from, or 0; writes nothing, and raises the same errors as `run`."""
+    """Return the step that `run` would resume from, or 0; raise the same errors as `run`, but write nothing."""
     mirror = mirror_of(configuration.config.checkpoint.options())
     urls = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
     newest = max(urls, key=lambda url: max(all_steps(as_location(url)), default=-1))
@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Return the step to resume from, or 0; raise if resuming is refused; with ``fetch``, read the mirror first."""
+    """Check that the run may resume, and return its step, or 0; with ``fetch``, fetch newer steps from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
@@ -113,7 +113,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
     if newest is None:
         if section.init_from is not None:
             try:
-                open_checkpoint(_weights_at(section.init_from))  # fail early, before anything is written
+                open_checkpoint(_weights_at(section.init_from))  # fails early, before anything is written
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(f"checkpoint.init_from: {error}") from error
         return 0
@@ -123,7 +123,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the callback's keyword arguments; any checkpoints are already known to belong to this run."""
+    """Return the callback's keyword arguments; existing checkpoints are already known to belong to this run."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
         arguments["resume"] = "must"
@@ -133,7 +133,7 @@ def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, 
 
 
 def _weights_at(source: Place) -> Location:
-    """Return the location to load initial weights from; a run directory stands for the checkpoints in it."""
+    """Return the location of initial weights; for a run directory, this is the checkpoint directory inside it."""
     location = as_location(source)
     inside = location / "checkpoints"
     return inside if inside.is_directory() and not (location / RECORD).exists() else location
@@ -169,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Return the dotted keys whose values differ, each with both values; keys found only in checkpoints come last."""
+    """Describe both values of each key that differs, keyed by dotted key; keys found only in checkpoints come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"

@@ -1,7 +1,7 @@
 """The YAML keys of the recipes.
 
-Every section is a pydantic model that rejects unknown keys and does not convert types. The string below a field is its
-documentation, with units; ``holdfast recipes NAME`` prints it.
+Every section is a pydantic model that rejects unknown keys and does not convert types. The string below a field
+documents its meaning and unit; ``holdfast recipes NAME`` prints this text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Layers = Annotated[list[Count], Field(min_length=1)]
 Name = Annotated[str, _checked(_check_file_name, "a name that a folder can have")]
 PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a URL; ``~`` at its beginning is the home directory, because a shell does not expand it in key=value."""
+"""A path or a URL; a leading ``~`` is expanded here, because a shell does not expand it in ``key=value``."""
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Duration = Annotated[Any, _checked(clock.seconds, 'seconds above zero, or text such as "15m"')]
 SaveInterval = Annotated[
@@ -67,7 +67,7 @@ Resume = Annotated[
 
 
 class Section(BaseModel):
-    """Base class of configuration sections: strict types, no unknown keys, immutable."""
+    """Immutable base class of configuration sections, with strict types and no unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -85,7 +85,7 @@ _IN_YAML: dict[Any, Any] = {
 
 
 def _keys(options: type, **types: Any) -> dict[str, Any]:
-    """Return a pydantic field for each library option: its YAML type, default, documentation and limits."""
+    """Return a pydantic field for each library option, with its YAML type, default, documentation and limits."""
     texts = option_texts(options if options in (Mirror, Local) else CheckpointCallback)
     hints, keys = get_type_hints(options), {}
     for option in fields(options):
@@ -101,7 +101,7 @@ def _keys(options: type, **types: Any) -> dict[str, Any]:
 
 
 def _section(name: str, text: str | None, base: type[Section], options: type, **types: Any) -> Any:
-    """Create a section that extends another section with a key for each library option."""
+    """Create a section that extends ``base`` with a key for each library option."""
     return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **types))
 
 
@@ -113,9 +113,9 @@ LocalSection: Any = _section("LocalSection", _LOCAL, Section, Local)
 
 class _Checkpoint(Section):
     directory: PathOrUrl | None = None
-    """Where the checkpoints go: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
+    """Directory for checkpoints: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
     allow_changes: list[str] = []
-    """Keys of model, data, optimizer or seed that may differ from the checkpoints' when the run resumes."""
+    """Keys of model, data, optimizer or seed whose values may differ from the checkpoints when the run resumes."""
 
 
 _CheckpointKeys: Any = _section(
@@ -137,7 +137,7 @@ _CheckpointKeys: Any = _section(
 
 
 class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # made from the declaration of the options
-    """When to save, what to keep and whether to resume: the callback options."""
+    """The callback options: when to save, what to keep and whether to resume."""
 
     def options(self) -> CallbackOptions:
         return CallbackOptions(**self.callback_arguments())
@@ -157,16 +157,16 @@ class TrainSection(Section):
     steps: Count = 1000
     """Optimizer updates in all; may be raised later to train a finished run on."""
     eval_interval_steps: Count = 100
-    """Number of steps between two evaluations; the Flax recipes also evaluate at the end."""
+    """Number of steps between evaluations; the Flax recipes also evaluate at the end."""
 
 
 class LoggingSection(Section):
     """What to log during training."""
 
     interval_steps: Count = 100
-    """Number of steps between two reports of the progress."""
+    """Number of steps between progress reports."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least important messages to log; info has a line for every save."""
+    """Minimum level of the messages to log; info includes a line for every save."""
 
 
 _IDENTITY_ORDER = ("recipe", "seed", "model", "data", "optimizer")
@@ -176,12 +176,12 @@ class Config(Section):
     """The keys common to all recipes; your own recipe adds its sections in a subclass."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed")
-    """The keys that identify a run: it does not resume when one of them has changed. By default, all keys that a recipe
-    adds are among them."""
+    """The keys that identify a run, which does not resume if any of them has changed. By default, they include all keys
+    that a recipe adds."""
     METRICS: ClassVar[tuple[str, ...]] = ()
-    """The names of the metrics that the recipe stores with its checkpoints; without any, ``best_fn`` is not checked."""
+    """Names of the metrics that the recipe stores with its checkpoints; if empty, ``best_fn`` is not checked."""
     REPLICATED: ClassVar[tuple[str, ...]] = ()
-    """The names of state that ``replicated`` may have; without any, they are not checked."""
+    """Names of the state that ``replicated`` may list; if empty, ``replicated`` is not checked."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -190,19 +190,19 @@ class Config(Section):
             cls.IDENTITY = (*first, *(name for name in cls.model_fields if name not in {*Config.model_fields, *first}))
 
     recipe: str
-    """Which training program to run."""
+    """The training program to run."""
     name: Name
     """The name of the run."""
     run_dir: PathOrUrl | None = None
-    """Where the run keeps its files. Default: runs/ and the name of the run, in the current directory."""
+    """Directory for the files of the run. Default: runs/ and the name of the run, in the current directory."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Decides initial weights, dropout and the order of the data."""
+    """Random seed for initial weights, dropout and the order of the data."""
     train: TrainSection = Field(default_factory=TrainSection)
     """How long to train."""
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     """When to save, what to keep and whether to resume."""
     logging: LoggingSection = Field(default_factory=LoggingSection)
-    """What to report meanwhile."""
+    """What to log during training."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
         """Yield keys that are valid alone but conflict with others, each with an explanation."""
@@ -236,7 +236,7 @@ class Config(Section):
 
 
 def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
-    """Return an error text for a name that is not in the recipe's list; None if it is, or if the list is empty."""
+    """Return an error text if the recipe's list does not contain a name; None if it does, or if the list is empty."""
     if not names or name in names:
         return None
     return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)
@@ -246,22 +246,22 @@ class DigitsData(Section):
     """scikit-learn's digits: 1797 images of 8 x 8 pixels in 10 classes."""
 
     batch_size: Annotated[int, Field(gt=0, le=1000)] = 64
-    """Images in an update; the rest of an epoch that does not fill a batch is left out."""
+    """Number of images per update; an incomplete batch at the end of an epoch is dropped."""
     validation_fraction: Annotated[float, Field(ge=0.05, le=0.4)] = 0.2
-    """The share of the images held back for validation."""
+    """Fraction of the images held out for validation."""
 
 
 class Schedule(Section):
     """AdamW with linear learning rate warmup and cosine decay."""
 
     learning_rate: Positive = 1e-3
-    """The largest learning rate."""
+    """Peak learning rate."""
     warmup_steps: Step = 50
-    """Steps in which the learning rate rises from zero."""
+    """Number of steps over which the learning rate rises from zero."""
     decay_steps: Count = 1000
-    """The step at which the learning rate has come down to a tenth; it stays there."""
+    """Step at which the learning rate reaches a tenth of its peak, after which it stays constant."""
     weight_decay: NotNegative = 1e-4
-    """Decoupled weight decay, a factor on the weights per unit of learning rate."""
+    """Decoupled weight decay: the fraction of the weights subtracted per update, per unit of learning rate."""
 
     def adamw(self) -> Any:
         """Return the optax optimizer."""
@@ -292,9 +292,9 @@ class DigitsModel(Section):
     """A multilayer perceptron."""
 
     hidden: Layers = Field(default_factory=lambda: [128, 128])
-    """Units of every hidden layer."""
+    """Number of units in each hidden layer."""
     dropout: Fraction = 0.1
-    """The share of the units dropped in training."""
+    """Fraction of the units dropped during training."""
 
 
 class FlaxDigits(_Scheduled):
@@ -324,24 +324,24 @@ class TextModel(Section):
     """A decoder-only character transformer."""
 
     width: Count = 64
-    """Features of every token."""
+    """Number of features per token."""
     layers: Count = 2
-    """Blocks of attention and feed-forward layers."""
+    """Number of transformer blocks."""
     heads: Count = 4
-    """Attention heads; width must be a multiple of it."""
+    """Number of attention heads; width must be a multiple of this number."""
     dropout: Fraction = 0.1
-    """The share of the features dropped in training."""
+    """Fraction of the features dropped during training."""
 
 
 class TextData(Section):
     """Python's help texts (``pydoc_data.topics``), about 460,000 characters."""
 
     batch_size: Annotated[int, Field(gt=0, le=1000)] = 16
-    """Sequences in an update."""
+    """Number of sequences per update."""
     context: Annotated[int, Field(gt=1, le=4096)] = 64
-    """Characters in a sequence."""
+    """Number of characters per sequence."""
     validation_fraction: Annotated[float, Field(ge=0.05, le=0.4)] = 0.1
-    """The share of the text, at its end, held back for validation."""
+    """Fraction of the text, taken from its end, held out for validation."""
 
 
 class FlaxText(_Scheduled):
@@ -367,36 +367,36 @@ class SelfPlayModel(Section):
     """The network of each policy: a multilayer perceptron with two heads."""
 
     hidden: Layers = Field(default_factory=lambda: [64, 64])
-    """Units of every hidden layer."""
+    """Number of units in each hidden layer."""
 
 
 class SelfPlayGame(Section):
     """Each player has a hand of cards and plays one of them; the higher card wins."""
 
     cards: Annotated[int, Field(gt=1, le=100)] = 5
-    """Cards in a hand."""
+    """Number of cards in a hand."""
     batch_size: Annotated[int, Field(gt=1, le=10_000)] = 128
-    """Games that are played for an update."""
+    """Number of games played per update."""
 
 
 class SelfPlayOptimizer(Section):
-    """Adam, one for each policy."""
+    """Adam, with a separate optimizer for each policy."""
 
     learning_rate: Positive = 3e-3
     """The learning rate."""
     entropy: NotNegative = 0.02
-    """Weight of the entropy of the moves, which keeps policies exploring."""
+    """Weight of the entropy bonus, which keeps the policies exploring."""
 
 
 class SelfPlaySwap(Section):
-    """Replaces a policy by one from another checkpoint during training."""
+    """Replaces a policy with one from another checkpoint during training."""
 
     policy: Literal["p0", "p1"] = "p1"
-    """The policy that gets other weights; its optimizer and everything else stay as they are."""
+    """The policy whose weights are replaced; its optimizer and all other state stay unchanged."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """The directory of the policy in another checkpoint, such as .../300/state/learner/policies/p0; null for none."""
+    """Directory of the policy in another checkpoint, such as .../300/state/learner/policies/p0; null for no swap."""
     at_step: Step = 0
-    """Number of updates before the swap; a run that is resumed later does not swap again."""
+    """Number of updates before the swap; a run that resumes after the swap does not repeat it."""
 
 
 class SelfPlay(Config):
@@ -411,11 +411,11 @@ class SelfPlay(Config):
     model: SelfPlayModel = Field(default_factory=SelfPlayModel)
     """The network of each policy."""
     game: SelfPlayGame = Field(default_factory=SelfPlayGame)
-    """The game, and how many of them are played."""
+    """The game, and the number of games per update."""
     optimizer: SelfPlayOptimizer = Field(default_factory=SelfPlayOptimizer)
-    """Adam, one for each policy."""
+    """Adam, with a separate optimizer for each policy."""
     swap: SelfPlaySwap = Field(default_factory=SelfPlaySwap)
-    """Whether a policy is taken from another checkpoint during training."""
+    """Whether to replace a policy with one from another checkpoint during training."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
         yield from super().conflicts()

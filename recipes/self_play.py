@@ -3,14 +3,14 @@
 Each player has a hand of cards and plays one of them; the higher card wins. The training state is a tree of components,
 which is also the directory tree of its checkpoints::
 
-    (trainer)            the number of updates
-    learner              the optimizers
+    (trainer)            counts the updates
+    learner              holds the optimizers
         policies/p0, policies/p1
-    runner               the number of games played, and the random generator that deals cards
+    runner               counts the games played; holds the random generator that deals cards
         observation      converts hands to network inputs; holds the mean and deviation of every card
         choice           converts network outputs to moves; holds the random generator that samples them
 
-So a checkpoint is useful for more than resuming: a policy can be loaded from it on its own, or replaced with another.
+A checkpoint is therefore useful for more than resuming: a single policy can be loaded from it, or swapped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("holdfast.recipes")
 
 Floats = NDArray[np.float32]
 Moves = NDArray[np.int64]
-"""The places, int64[n], of the cards that are played, each in its hand."""
+"""Indices of the played cards within their hands, int64[n]."""
 Hands = NDArray[np.float64]
 """Cards from 0 to 100: float64[n, cards], or float64[2, n, cards] for both players."""
 
@@ -76,7 +76,7 @@ class Observation(Checkpointable):
     """Converts hands to policy inputs, normalized to mean 0 and standard deviation 1 for each card.
 
     The statistics are updated batch by batch as in Chan, Golub and LeVeque, *Algorithms for computing the sample
-    variance* (1983), which stays numerically accurate after very many batches.
+    variance* (1983), which stays numerically accurate even after many batches.
     """
 
     def __init__(self, cards: int) -> None:
@@ -85,7 +85,7 @@ class Observation(Checkpointable):
         self.squares = np.zeros(cards)  # sums of squared distances from the mean
 
     def __call__(self, hands: Hands, *, training: bool = False) -> Floats:
-        """Return normalized hands, float32[n, cards]; in training, first update the statistics with them."""
+        """Return normalized hands, float32[n, cards]; in training, first update the statistics with these hands."""
         if training:
             mean, total = hands.mean(axis=0), self.count + len(hands)
             step, weight = mean - self.mean, len(hands) / total
@@ -102,13 +102,13 @@ class Choice(Checkpointable):
         self.generator = np.random.default_rng(seed)
 
     def __call__(self, logits: Floats) -> Moves:
-        """Sample moves from the softmax of the logits: the argmax after adding Gumbel noise (Gumbel trick)."""
+        """Sample moves from the softmax of the logits with the Gumbel-max trick: add noise, and take the argmax."""
         moves: Moves = (logits + self.generator.gumbel(size=logits.shape)).argmax(axis=1)
         return moves
 
 
 def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Moves:
-    """Return a policy's moves: sampled by `choice` if it is given, or else the most probable ones."""
+    """Return a policy's moves: sampled by `choice` if it is given, and the most probable moves otherwise."""
     with torch.no_grad():
         logits = policy(torch.from_numpy(features))[0].numpy()
     moves: Moves = choice(logits) if choice else logits.argmax(axis=1)
@@ -116,7 +116,7 @@ def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Mo
 
 
 class Turns(NamedTuple):
-    """A batch of turns of one policy: its inputs, its moves, and the outcomes: 1 for a win, -1 for a loss."""
+    """A batch of turns of one policy: inputs, moves, and outcomes (1 for a win, -1 for a loss)."""
 
     features: Floats
     moves: Moves
@@ -137,7 +137,7 @@ class Runner(Checkpointable):
         self.choice = Choice(seed)
 
     def sample(self, policies: Mapping[str, Policy]) -> dict[str, Turns]:
-        """Play one batch of games, and return the turns by policy name."""
+        """Play one batch of games, and return the turns, keyed by policy name."""
         hands = deal(self.generator, self.games, self.cards)
         features = [self.observation(hand, training=True) for hand in hands]
         moves = [choose(*pair, self.choice) for pair in zip(policies.values(), features, strict=True)]
@@ -206,7 +206,7 @@ class Trainer(Checkpointable):
         return {"loss": sum(losses) / len(losses)}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Return the win rate of each policy against a random player; reproducible, even in a resumed run."""
+        """Return the win rate of each policy against a random player; a resumed run reproduces the rates."""
         rates = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())
@@ -223,14 +223,14 @@ def win_rate(policy: Policy, observation: Observation, games: int, seed: Sequenc
 
 
 def run(config: SelfPlay, context: RunContext) -> Outcome:
-    """Train from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from scratch if there is none."""
     torch.set_num_threads(1)  # networks this small do not benefit from more threads
     total, interval = config.train.steps, config.train.eval_interval_steps
     trainer, stopped = new_trainer(config), False
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoints:
         _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
-            swap(new_trainer(config), config.swap)  # try it, so that a mistake in the section fails early
+            swap(new_trainer(config), config.swap)  # a trial swap reveals mistakes in the configuration early
         progress = context.progress(start, total)
         while trainer.step < total and not stopped:
             if trainer.step == config.swap.at_step and swap(trainer, config.swap):
@@ -256,7 +256,7 @@ def new_trainer(config: SelfPlay) -> Trainer:
 
 
 def swap(trainer: Trainer, section: SelfPlaySwap) -> bool:
-    """Load the weights of a policy from another checkpoint, if the section gives a path; return whether it does."""
+    """Load a policy's weights from another checkpoint if the section gives a path; return whether they were loaded."""
     if section.path is None:
         return False
     trainer.restore_from_path(section.path, component=f"learner/policies/{section.policy}", strict=True)

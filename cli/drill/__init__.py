@@ -1,10 +1,10 @@
-"""``holdfast drill``: the command, and the observer inside the rehearsed program.
+"""``holdfast drill``: the command, and the observer that runs inside the rehearsed program.
 
-=================  ==============================================================================
-``command``        the undisturbed and the interrupted runs, and their comparison
-``interruptions``  which preemptions are rehearsed
-``findings``       the results: differences, explanations of their causes, the report
-``plan``           instructions for one start of the program: the interface between command and program
-``rehearsal``      the observer inside the program, which interrupts it and reports; directory redirection
-=================  ==============================================================================
+=================  =====================================================================================
+``command``        runs the program with and without interruptions, and compares its checkpoints
+``interruptions``  chooses the preemptions to rehearse
+``findings``       explains the differences between checkpoints, and prints the report
+``plan``           defines the instructions that the command passes to the program in each attempt
+``rehearsal``      interrupts the program from inside, records its events, and redirects its directories
+=================  =====================================================================================
 """

@@ -1,8 +1,8 @@
-"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with an undisturbed run.
+"""``holdfast drill`` rehearses preemptions, and compares the checkpoints of interrupted and undisturbed runs.
 
-One reference run is followed by one run that is interrupted repeatedly. Only if the two differ is there a second
-reference run, to show whether the program is deterministic. Every attempt follows a :class:`DrillPlan`:
-``rehearsal.py`` triggers saves, stops and interruptions from inside the process.
+A reference run is followed by a run that is interrupted repeatedly. If their checkpoints differ, a second reference
+run shows whether the program is deterministic. In every attempt, ``rehearsal.py`` follows a :class:`DrillPlan`, and
+triggers saves, stops and interruptions from inside the process.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, pr
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_DENSE = 2 << 30  # bytes; every step is saved if all checkpoints together fit in this limit
-_TAIL = 15  # lines of program output included in an error
+_DENSE = 2 << 30  # bytes; every step is saved if all checkpoints together fit within this limit
+_TAIL = 15  # number of lines of program output to include in an error
 _FRESH = "from the beginning"
 
 
@@ -55,11 +55,11 @@ class Start:
     returncode: int = 0
     state: str | None = None  # the run's final event: preempted, finished or failed
     trace: Trace = field(default_factory=Trace)
-    killed: bool = False  # whether the drill killed it after the grace period
+    killed: bool = False  # whether the drill killed the program after the grace period
 
 
 class _StoppedError(Exception):
-    """Raised if the drill itself receives a signal to end."""
+    """Raised if a signal stops the drill itself."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -109,10 +109,10 @@ class _StoppedError(Exception):
 def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and then
-    again, interrupted by SIGTERM and SIGKILL. The drill uses its own directories: those of your runs are neither read
-    nor written. Other files that the program writes, such as logs, go to their usual place. Exit status: 0 all
-    checkpoints are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
+    Write the program after two dashes: holdfast drill -- python train.py. It runs first undisturbed for some
+    steps, and then with interruptions by SIGTERM and SIGKILL. Checkpoints go to separate directories; the checkpoints
+    of your runs are neither read nor written. Other files, such as logs, go to their usual locations. Exit status: 0 if
+    all is well, 1 if a problem is found (the report names the likely cause), 2 if the drill cannot be carried out.
     """
     chosen = named_kinds(kinds, ["kill", "term"] if at else KINDS)
     options = DrillOptions(at=tuple(sorted(set(at))), kinds=chosen, **given)
@@ -123,7 +123,7 @@ def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json:
     except _StoppedError as stopped:
         say(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
-    except (HoldfastError, OSError) as error:  # not status 1, which means that checkpoints differ
+    except (HoldfastError, OSError) as error:  # status 1 would mean that checkpoints differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
@@ -135,7 +135,7 @@ def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json:
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Yield the rehearsal folder: the --keep directory, or a temporary one."""
+    """Yield the rehearsal folder: the ``--keep`` directory, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="holdfast-drill-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary).resolve()
@@ -226,7 +226,7 @@ class _Drill:
         return start
 
     def _begin_with_first(self, reference: Start) -> None:
-        """Discard the interrupted run, so that it starts again from the first checkpoint of the reference run."""
+        """Discard the interrupted run, and prepare to start it from the first checkpoint of the reference run."""
         report = self._report
         fresh, first = self._starts[0].trace, reference.trace.steps[0]
         names = unseeded(reference.trace.facts.get(first, {}), fresh.facts.get(first, {}))
@@ -248,7 +248,7 @@ class _Drill:
         report.compared.clear()
 
     def _populate(self) -> None:
-        """If the run starts from the first checkpoints of the reference run, copy these into the run directories."""
+        """Copy the first checkpoints of the reference run into the run directories, unless the run starts afresh."""
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
@@ -268,7 +268,7 @@ class _Drill:
                 shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
-        """Run the program with one interruption after another, until its checkpoints differ from the reference run."""
+        """Run the program with one interruption per attempt, until its checkpoints differ from the reference run's."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
@@ -296,9 +296,9 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Report how an attempt in the interrupted run ended, as far as can be judged without comparing checkpoints."""
+        """Report how an attempt in the interrupted run ended, without comparing its checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # The signal may have been sent at a later step.
+        if interruption is not None and trace.interrupted is not None:  # The signal may be sent late.
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
@@ -418,12 +418,12 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the stand-in folders of the run's directories, keyed by the URLs that the program uses."""
-        runs = self._folder / RUNS  # the parent folder when the claims were written; it has since been renamed
+        """Return the stand-in folders that replace the run's directories, keyed by the URLs that the program uses."""
+        runs = self._folder / RUNS  # the claims contain this path; the folder has since been renamed
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
-        """Return the step folders in a stand-in folder, keyed by step; only committed steps are included."""
+        """Return the folders of the committed steps in a stand-in folder, keyed by step."""
         location = as_location(self._folder / name / target)
         if not location.is_directory():
             return {}
@@ -433,7 +433,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Compare the remaining checkpoints; return the differences at the first step that has any, or at all steps."""
+        """Return the differences at the first differing step, or at all; skip checkpoints already found identical."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [
@@ -462,7 +462,7 @@ class _Drill:
         return differences
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
-        """Return one difference for each directory in which the interrupted run lacks the last reference step."""
+        """Return a difference for each directory that lacks the last step of the reference run."""
         steps = self._steps_of(name)
         missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
         last = [(url, max(expected)) for url, expected in self._steps_of(with_name).items() if expected]
@@ -472,7 +472,7 @@ class _Drill:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
 
     def _tail(self, log: str, lines: int = _TAIL) -> str:
-        """Return the last lines of the program's output, to append to a message."""
+        """Return the last lines of the program's output, formatted for appending to a message."""
         path = self._folder / f"{log}.log"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         shown = text.rpartition("--- ")[2].splitlines()[1:][-lines:]

@@ -1,4 +1,4 @@
-"""The results of a rehearsal: where checkpoints differ, the kind of state affected, and the likely cause."""
+"""The results of a rehearsal: differing checkpoints, the kinds of state affected, and the likely causes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..streams import say
 
 _SHOWN = 12  # maximum number of leaves in the report
 _WIDTH = 100  # report width, in columns
-_KINDS = {  # keyed by kind of state: words; the first part of a leaf path that matches a word determines its kind
+_KINDS = {  # words for each kind of state; the first path component that contains one determines the kind
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -33,7 +33,7 @@ _WORDS = {word: state for state, words in _KINDS.items() for word in words.split
 
 
 def kind_of_state(leaf: str) -> str:
-    """Classify a leaf by its path: the kind of state that it belongs to.
+    """Return the kind of state that a leaf belongs to, judging by its path.
 
     >>> kind_of_state("state/opt_state/0/mu/kernel"), kind_of_state("extras/rng"), kind_of_state("state/params/key")
     ('optimizer', 'generator', 'parameters')
@@ -45,30 +45,30 @@ def kind_of_state(leaf: str) -> str:
     return "other state"
 
 
-# ---- the reports of a start of the program
+# ---- the events of an attempt
 
 
 @dataclass(slots=True)
 class Trace:
-    """What one process reported during one attempt to run the program."""
+    """The events that one process reported during one attempt to run the program."""
 
     steps: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
     restored: int | None = None
-    interrupted: int | None = None  # step at which it was interrupted
+    interrupted: int | None = None  # step at which the process was interrupted
     stopped: bool = False
     ignored: bool = False
-    too_late: bool = False  # whether it ended before its processes had agreed on a step to stop at
+    too_late: bool = False  # whether the drill ended before the processes agreed on a step to stop at
     libraries: list[str] = field(default_factory=list)
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # keyed by step, then by object name
 
     @staticmethod
     def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace of process 0; if several processes claim index 0, return the one with the most steps."""
+        """Return the trace of process 0; if several processes claim index 0, choose the one with the most steps."""
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # the index may come late
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # the index may arrive late
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -104,17 +104,17 @@ class StepDifference:
 # ---- causes
 
 _Entry = tuple[str, Fact, Fact]  # an object name, and its facts in two runs
-_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain differences, strongest first
+_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of explanatory facts, strongest first
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    # generator, loader, position, optimizer, value, unseeded, nondeterministic, not_saved_right, unknown, not_resumed,
-    # new_directory or ignores_signal
+    # One of: generator, loader, position, optimizer, value, unseeded, nondeterministic, not_saved_right, unknown,
+    # not_resumed, new_directory, ignores_signal.
     cause: str
     text: str
     advice: str = ""
-    names: tuple[str, ...] = ()  # names of the objects in the program that are involved
+    names: tuple[str, ...] = ()  # names of the program objects involved
 
     @staticmethod
     def not_resumed(newest: int) -> Finding:
@@ -143,7 +143,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference; ``run`` is the trace of the attempt in which it first appeared."""
+    """Finds the likely causes of a difference; ``run`` is the trace of the attempt that first produced it."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -151,7 +151,7 @@ class Causes:
         self._pair = pair
 
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
-        """Return the causes, likeliest first; ``nondeterministic`` has the differences between two undisturbed runs."""
+        """Return the causes, most likely first; ``nondeterministic`` lists differences between two undisturbed runs."""
         unstable = {(step.directory, leaf.name) for step in nondeterministic for leaf in step.leaves}
         first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
@@ -218,11 +218,11 @@ class Causes:
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
-        """Return findings about facts that differ from the undisturbed run, at the first step with such facts."""
+        """Return findings about the first step at which any fact differs from the undisturbed run."""
         reference, run = self._reference.facts, self._run.facts
         undisturbed, again = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
-        # An optimizer whose saved state differs is a consequence, not a cause.
+        # A difference in the saved state of an optimizer is a consequence, not a cause.
         parts = [
             _STATE_OF_OPTIMIZER.match(leaf.name) for difference in report.differences for leaf in difference.leaves
         ]
@@ -265,7 +265,7 @@ def _differing(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> Iterato
 
 
 def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
-    """Return whether an object changes between steps, which indicates that the program uses it."""
+    """True if an object changes between steps, which indicates that the program uses the object."""
     return len({of_step[name].digest for of_step in facts.values() if name in of_step}) > 1
 
 
@@ -273,13 +273,13 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# Values with these words in their names are only reported values or times, which seldom influence the next step.
+# Values whose names contain these words are merely reported, or are times; they seldom affect the next step.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
 
 def _likeliest(values: list[_Entry]) -> list[_Entry]:
-    """Put values that are only reported last; drop times unless there is nothing else."""
+    """Sort values that are merely reported to the end, and drop times unless nothing else is left."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
@@ -288,7 +288,7 @@ def _likeliest(values: list[_Entry]) -> list[_Entry]:
 def _not_restored(
     cause: str, entries: Sequence[_Entry], step: int, restored: int | None, *, in_lightning: bool
 ) -> Finding:
-    from ...integrations.loop import IN_TRAINERS  # Imported lazily: only needed if there are findings.
+    from ...integrations.loop import IN_TRAINERS  # Imported lazily, because only findings need it.
 
     parents = [(f"{name}.", f"{name}[") for name, _, _ in entries]
     entries = [entry for entry in entries if not any(entry[0].startswith(beginnings) for beginnings in parents)]
@@ -428,7 +428,7 @@ def print_report(report: Report) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the first line of a text, and keep the other lines, which are program output, unchanged."""
+    """Wrap the first line of a text; the other lines are program output, and stay unchanged."""
     first, *others = text.split("\n")
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join([*lines, *others])

@@ -28,12 +28,12 @@ class DrillOptions:
     keep: Path | None = None  # directory to keep the runs in; None for a temporary one
     ignore: tuple[str, ...] = ()  # patterns of leaves to exclude from the comparison
     hang: float = 1800.0  # hang timeout: seconds without a sign of progress after the first step
-    first_step: float = 3600.0  # start timeout: seconds until the first step, which includes compilation
+    first_step: float = 3600.0  # start timeout: seconds until the first step, including compilation
     grace: float = 60.0  # seconds between the signal and SIGKILL
 
 
 def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:
-    """Parse the value of ``--kinds``; return the kinds in the order of ``KINDS``."""
+    """Parse the value of ``--kinds``, and return the kinds in the order of ``KINDS``."""
     named = default if text is None else [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in named if name not in KINDS]:
         raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
@@ -62,7 +62,7 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Choose interruptions for a run with these steps (at least two); also return notes about those omitted."""
+    """Return the interruptions to rehearse in a run with at least two steps, and notes about those omitted."""
     # After SIGKILL, the run resumes from an earlier step, and can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []
@@ -79,7 +79,7 @@ def choose(
         validated = sorted(draw.sample(candidates, min(2, len(candidates))))
         for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
             add(number, "validation", step)
-        # After resuming at such a step, there is no validation left to interrupt.
+        # Spare the steps around a validation, because a run that resumes at such a step may skip the validation.
         around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
         taken |= {steps[index] for index in around if 0 <= index < len(steps)}
         if not validated:
@@ -109,7 +109,7 @@ def choose(
 
 
 def places_to_save(options: DrillOptions) -> tuple[int, ...]:
-    """Return the 1-based positions of steps that are always saved: those around the likely interruptions."""
+    """Return the 1-based positions of the steps around likely interruptions, which are always saved."""
     positions = range(1, options.steps + 1)
     likely, _ = choose(positions, (), replace(options, kinds=("first",), at=()) if options.at else options)
     around = {interruption.step + by for interruption in likely for by in (-1, 0, 1, 2)}

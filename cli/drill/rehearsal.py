@@ -1,7 +1,7 @@
-"""The in-process part of a rehearsal: interrupts the process at a chosen point, and reports how it got there.
+"""The in-process part of a rehearsal, which interrupts the process at a chosen point and records its events.
 
-``cli/child.py`` creates the rehearsal, which observes all managers in the process. It saves more steps than the program
-would, keeps all checkpoints, and ends the process after the last step of the rehearsal.
+``cli/child.py`` creates the rehearsal, which observes all managers in the process. The rehearsal saves more steps than
+the program would, keeps all checkpoints, and ends the process after the last step of the plan.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # libraries that the advice depends on
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# Steps after a signal until it counts as ignored: for a single process, and for several that must agree on a step.
+# Number of steps after which a signal counts as ignored: for one process, and for several that must agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
 class Rehearsal(Observer):
-    """Carries out the plan for one attempt, in each of the program's processes."""
+    """Carries out the plan for one attempt in one of the program's processes."""
 
     def __init__(self, folder: Path, heartbeat: Observer) -> None:
         self._heartbeat = heartbeat
@@ -43,15 +43,15 @@ class Rehearsal(Observer):
         self._trace = self._plan.trace(folder)
         self._process = 0
         self._alone = True
-        self._steps: dict[int, int] = {}  # keyed by step: its position in this attempt, from 1
+        self._steps: dict[int, int] = {}  # 1-based positions in this attempt, keyed by step
         self._validated: int | None = None
-        self._signalled: int | None = None  # position of the step at which the signal was sent (by process 0)
+        self._signalled: int | None = None  # position of the step at which process 0 sent the signal
         self._largest = 0  # size of the largest checkpoint, in bytes
         self._writing = 0  # number of pending saves
         self._changed = threading.Condition()
         self._fingerprints = Fingerprints()
 
-    # ---- requests of managers
+    # ---- calls from managers
 
     def place(self, url: str, *, writes: bool) -> str:
         return self._redirects.target(url, writes=writes)
@@ -60,7 +60,7 @@ class Rehearsal(Observer):
         self._redirects.check(url)
 
     def options(self, options: T) -> T:
-        """Return the options, changed so that all checkpoints are kept, without a mirror and without local saves."""
+        """Return a copy of the options that keeps all checkpoints, and uses neither a mirror nor local saves."""
         assert isinstance(options, CheckpointManagerOptions)
         return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None, keep=())
 
@@ -81,7 +81,7 @@ class Rehearsal(Observer):
         if event["event"] == "saved":
             self._largest = max(self._largest, event["bytes"] + event["shared_bytes"])
 
-    # ---- the points that the run passes
+    # ---- points that the run reaches
 
     def reached(self, point: Point, step: int | None) -> None:
         self._heartbeat.reached(point, step)
@@ -124,7 +124,7 @@ class Rehearsal(Observer):
         os.kill(os.getpid(), self._plan.signal)
 
     def _stop(self) -> None:
-        """End the process after the last step of the rehearsal, when all pending saves have ended."""
+        """Wait for pending saves, and end the process after the last step of the rehearsal."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
             # With several processes, the agreed step may lie beyond the end of the drill.
@@ -133,7 +133,7 @@ class Rehearsal(Observer):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Under a launcher, exit with 0: after a failure, it ends the other processes, perhaps before they have saved.
+        # Under a launcher, exit with 0: after a failure, the launcher might end the other processes before they save.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -148,7 +148,7 @@ class Rehearsal(Observer):
 
 
 class Redirects:
-    """Maps directories that the program wants to write to their stand-in folders."""
+    """Replaces the directories of the program's runs with stand-in folders."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL; if there is none, create it for ``writes``, else return the URL."""
+        """Return the stand-in for a path or URL, creating it for ``writes``; without a stand-in, return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError for a location outside the rehearsal, because a write would change the real directory."""
+        """Raise StateError for a location outside the rehearsal, because a write would change a real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "

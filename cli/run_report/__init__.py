@@ -1,4 +1,4 @@
-"""``holdfast report``: the history of runs on one self-contained page, which opens from disk without a network."""
+"""``holdfast report`` writes the history of runs to one self-contained page, which needs no network."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from .page import GENERATOR, draw_page
 def report(directories: Sequence[str], output: str, no_statistics: bool, norm_steps: int | None, as_json: bool) -> int:
     """Write the life of runs on one page of HTML, which opens from disk without a network.
 
-    It shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept checkpoints,
-    sizes, statistics of every leaf and how norms changed, the tree, and why each step is kept. Without --norm-steps,
-    8 steps are compared, or fewer if reading the earlier ones would take more than 8 GiB.
+    The page shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept
+    checkpoints, sizes, statistics of every leaf, changes in norms, the tree, and why each step is kept. Without
+    --norm-steps, it compares the norms of 8 steps, or fewer if the earlier steps exceed 8 GiB in total.
     """
     configure_logging("error")
     target = Path(output)

@@ -1,9 +1,9 @@
 """The graphics of a report: collapsible trees, and SVG charts.
 
-Charts are plain SVG without scripts, so that they can be printed, follow the page's colours, and are part of the DOM.
+Charts are plain SVG without scripts: they can be printed, follow the page's colours, and are part of the DOM.
 
-Drawings stretch with the page, but text is HTML next to them, so its size is the same at any page width. Line
-widths do not scale (``vector-effect``), and dots are zero-length lines with round caps.
+Drawings stretch with the page, whereas text is HTML outside the SVG and keeps its size at any page width. Line widths
+do not scale (``vector-effect``), and dots are zero-length lines with round caps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARKS = 200  # maximum number of event marks, and of pauses, on a timeline
 
 
 class TimeScale:
-    """Maps times to axis positions from 0 to 1; long pauses between attempts are shortened."""
+    """Maps times to axis positions from 0 to 1, shortening long pauses between attempts."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         merged: list[list[float]] = []
@@ -71,7 +71,7 @@ class TimeScale:
 
 
 def clock_text(time: float) -> str:
-    """Format a time in UTC; ``?`` if it is out of range."""
+    """Format a time in UTC, or return ``?`` if it is out of range."""
     try:
         moment = datetime.datetime.fromtimestamp(time, datetime.UTC)
     except (OverflowError, ValueError, OSError):
@@ -96,7 +96,7 @@ _SYMBOLS = {
 
 
 def timeline(history: History) -> tuple[Markup, bool]:
-    """Draw the timeline of a run as HTML; also return whether pauses between attempts are shortened."""
+    """Return the timeline of a run as HTML, and whether any pauses between attempts are shortened."""
     attempts = history.attempts
     scale = TimeScale((attempt.began, attempt.ended) for attempt in attempts)
     is_one_day = clock_text(attempts[0].began)[:10] == clock_text(attempts[-1].ended)[:10]
@@ -142,7 +142,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw a bar for each save, and a line where it became durable; of saves at the same position, only the first."""
+    """Draw a bar for each save and a line at the time it became durable; skip saves at the same position."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -157,7 +157,7 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
 
 
 def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw a histogram of the fraction of time during which the training loop waited for saves."""
+    """Draw a histogram of the fraction of time that the training loop spent waiting for saves."""
     waited = [0.0] * _BUCKETS
     for save in saves:
         began = scale.place(save.time - save.total)  # the loop waits at the start of a save
@@ -199,13 +199,13 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
     return tag("rect", *title, class_=css_class, **{name: f"{value:.1f}" for name, value in geometry.items()})
 
 
-# ---- lines over steps
+# ---- charts over steps
 
 
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw a line of values by step, with dots for kept checkpoints; the page's script displays ``data-readings``."""
+    """Draw values over steps as a line, with dots for kept checkpoints; the page's script shows ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw a bar chart of step sizes, ``(step, unshared bytes, shared bytes)``; if many, the largest of each group."""
+    """Draw a bar chart of ``(step, unshared bytes, shared bytes)``; with many steps, draw the largest of each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1
@@ -337,12 +337,12 @@ def _levels(low: float, high: float) -> list[float]:
     return [number * unit for number in range(first, first + 6) if low <= number * unit <= high]
 
 
-# ---- the tree of a checkpoint, to unfold: containers with the bytes below them
+# ---- the collapsible tree of a checkpoint
 
 _ROWS = 4000  # maximum number of nodes (containers and leaves) to draw
 _CHILDREN = 400  # maximum number of children to draw per container
 _OPEN = 40  # trees with at most this many leaves are initially expanded
-_DEEP = 60  # maximum nesting depth; deeper paths are joined
+_DEEP = 60  # maximum nesting depth; the rest of a deeper path becomes one node
 
 
 @dataclass(slots=True)
@@ -358,7 +358,7 @@ class Node:
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return the HTML of a tree, and the number of omitted leaves; in a large tree, upper levels take precedence."""
+    """Return a tree as HTML, and the number of leaves omitted; large trees omit their deepest levels first."""
     root = _tree(leaves)
     drawn = _choose(root)
     is_open = len(root.shown) == 1 or drawn <= _OPEN

@@ -1,4 +1,4 @@
-"""The facts about a run for the report, read from its directory with bounded memory."""
+"""Read the facts about a run from its directory, with bounded memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _WORTH = 60.0  # minimum gain, in seconds per day, for recommending another save
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How much of the array values to read."""
+    """Options for reading array values."""
 
-    progress: Progress = NULL  # progress in bytes read
+    progress: Progress = NULL  # receives the number of bytes read
     statistics: bool = True
     norm_steps: int | None = None  # number of steps whose norms are compared, including the newest; None for automatic
     earlier_bytes: float = 8 << 30  # byte limit for reading norms of earlier steps, if `norm_steps` is None
@@ -61,7 +61,7 @@ class RunFacts:
     path: str
     checkpoints: list[CheckpointSummary]
     history: History
-    experience: Experience = field(default_factory=Experience)  # saves and failures in the events
+    experience: Experience = field(default_factory=Experience)  # saves and failures recorded in the events
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None
@@ -70,7 +70,7 @@ class RunFacts:
     newest: CheckpointSummary | None = None
     leaves: list[LeafSummary] = field(default_factory=list)
     statistics: Statistics | None = None
-    notes: list[str] = field(default_factory=list)  # notes about facts that could not be read
+    notes: list[str] = field(default_factory=list)  # notes about data that could not be read
 
     @property
     def disk_bytes(self) -> int:
@@ -79,7 +79,7 @@ class RunFacts:
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
-    """Return the directories to report on, and the number of omitted ones; a folder of runs is replaced by its runs."""
+    """Return the directories to report on, with folders of runs expanded, and the number of directories omitted."""
     directories: list[Location] = []
     for path in paths:
         location = checkpoints_at(path)
@@ -91,12 +91,12 @@ def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
 
 
 def read_run(location: Location, reading: Reading) -> RunFacts:
-    """Read all facts about a run that the report shows."""
+    """Read everything that the report shows about a run."""
     is_one = is_one_checkpoint(location)
     checkpoints = [describe_one(location)] if is_one else list_checkpoints(location)
     events = [] if is_one else read_run_events(location)
     history = read_history(events)
-    for checkpoint in checkpoints:  # also includes metrics recorded by other programs
+    for checkpoint in checkpoints:  # checkpoints also have metrics recorded by other programs
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
     facts = RunFacts(name, str(location), checkpoints, history, Experience(events), has_events=bool(events))
@@ -115,7 +115,7 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
 
 
 def _read_newest(facts: RunFacts, location: Location, reading: Reading) -> None:
-    """Describe the newest readable step."""
+    """Read the leaves and the statistics of the newest readable step."""
     if not facts.checkpoints:
         return
     whole = [checkpoint for checkpoint in facts.checkpoints if checkpoint.damage is None]
@@ -162,7 +162,7 @@ def _read_statistics(
 
 
 def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
-    """Return the top-level containers of floating-point and complex leaves, keyed by leaf; others are excluded."""
+    """Map floating-point and complex leaves to their top-level containers, excluding other leaves."""
     several = len({leaf.item for leaf in leaves}) > 1
     return {
         (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
@@ -200,7 +200,7 @@ def _read_norms(
     grouped: Mapping[tuple[str, str], str],
     totals: dict[str, float],
 ) -> None:
-    """Read norms at some earlier steps of the same series, evenly spaced."""
+    """Read the norms at evenly spaced earlier steps of the same series."""
     keys = [(leaf.item, leaf.path) for leaf in statistics.leaves]
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in statistics.leaves}, totals)}
     series = newest.path.rstrip("0123456789")
@@ -236,7 +236,7 @@ def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[Check
     return [checkpoints[round(index * (len(checkpoints) - 1) / max(1, number - 1))] for index in range(number)]
 
 
-# ---- the expected cost of other intervals between two saves, from the events of a run
+# ---- expected losses at other save intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the run's save interval, half and double it, and the one with the least loss; [] if it has none."""
+    """Return the expected losses at half, one and two times the run's save interval, and at the best; [] if unknown."""
     used = experience.interval
     if used is None:
         return []
@@ -257,7 +257,7 @@ def choices(experience: Experience) -> list[Choice]:
 
 
 def advice(experience: Experience) -> str | None:
-    """Recommend the interval with the least expected loss, if it gains enough and the run does not learn its own."""
+    """Recommend the best interval, or return None if it gains too little or the run learns its own interval."""
     by_name = {choice.name: choice for choice in choices(experience)}
     if experience.bounds is not None or not {"used", "loses least"} <= by_name.keys():
         return None

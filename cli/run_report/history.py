@@ -1,4 +1,4 @@
-"""The history of a run, from its event log: its attempts, how each of them ended, what it saved, and what was lost."""
+"""Build the history of a run from its event log: its attempts and their ends, its saves, and its lost steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...engine.manager import number_in_event
 from ..report import count, duration, proof_text
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
-"""How a start ended: ``closed`` by a program without a callback, which would record whether training has finished;
-``failed`` with an exception, ``crashed`` with a signal or a status, ``lost`` without a final event;
-``open`` if it may still be running on another machine."""
+"""How an attempt ended: ``closed`` without a callback, which would record whether training finished; ``failed`` with
+an exception; ``crashed`` with a signal or an exit status; ``lost`` without a final event; ``open`` if it may still be
+running on another machine."""
 
 _CHARTED = 16  # maximum number of elements to chart for a list-valued metric
 
@@ -33,16 +33,16 @@ _DEEPEST = 32  # maximum nesting depth of metrics
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    time: float  # when it became durable
+    time: float  # time at which the save became durable
     step: int
     bytes: int  # number of bytes written
     blocked: float  # time that the training loop waited, in seconds
-    total: float  # time until it was durable, in seconds
+    total: float  # time until the save was durable, in seconds
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to run the program, from the moment at which it acquired the directory."""
+    """One attempt to run the program, which begins when it acquires the checkpoint directory."""
 
     began: float
     newest: int | None = None  # newest step in the directory when the attempt began
@@ -50,8 +50,8 @@ class Attempt:
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
-    proof: str | None = None  # how its first steps compare with those before the stop: a key of `PROOFS`
-    compared: int = 0  # last step that was compared with the steps before the stop
+    proof: str | None = None  # verdict on the resume, a key of `PROOFS`
+    compared: int = 0  # last step that was compared with a step before the interruption
     differs: str = ""  # names of the layers that differ
     saves: list[Save] = field(default_factory=list)
     ended: float = 0.0  # time of the last event
@@ -87,7 +87,7 @@ class History:
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # values keyed by name, then by step
     failures: int = 0  # number of failed saves
     fallbacks: int = 0  # number of restores that skipped damaged steps
-    redone_steps: int = 0  # number of steps that were lost at a stop and trained again
+    redone_steps: int = 0  # number of steps that were lost in interruptions and trained again
     redone_seconds: float = 0.0
     hides_steps: bool = False  # whether an attempt was killed, so that its last steps are unknown
 
@@ -106,7 +106,7 @@ class History:
 
 
 def read_history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Build a run's history from its events, in file order; invalid events are ignored."""
+    """Build a run's history from its events in file order, ignoring invalid events."""
     history = History()
     by_run: dict[str, Attempt] = {}
     for event in events:
@@ -120,7 +120,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
             history.attempts.append(attempt)
         attempt.began, attempt.ended = min(attempt.began, when), max(attempt.ended, when)
         _take(history, attempt, event, when)
-    # Drop attempts without training: commands such as pin, and `holdfast run` before it begins, acquire the directory.
+    # Drop attempts that did not train, which are recorded by commands such as `pin` and by `holdfast run` at its start.
     history.attempts = [attempt for attempt in history.attempts if attempt.how != "closed" or _has_trained(attempt)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
@@ -130,7 +130,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
 def add_metrics(
     history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "", depth: int = 0
 ) -> None:
-    """Record the metrics of a step; names of nested metrics contain ``/``."""
+    """Record the metrics of a step, joining the names of nested metrics with ``/``."""
     for name, value in (metrics or {}).items():
         if isinstance(value, list):
             value = {str(index): inner for index, inner in enumerate(value[:_CHARTED])}
@@ -219,7 +219,7 @@ def _skipped(skipped: Any) -> list[tuple[int, str]]:
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    """Take from the supervisor's event how an attempt ended, unless the run itself has reported an exception."""
+    """Apply the supervisor's ``ended`` event to an attempt; except for hangs, the run's own report takes precedence."""
     how = event.get("how")
     attempt.status = _whole(event.get("status"))
     if how == "hung":
@@ -235,7 +235,7 @@ def _has_trained(attempt: Attempt) -> bool:
 
 
 def _end_all(history: History) -> None:
-    """Determine how attempts without a final event ended, and add up the steps that were trained again."""
+    """Determine how attempts without a final event ended, and count the steps that were trained again."""
     for attempt, after in itertools.zip_longest(history.attempts, history.attempts[1:]):
         if attempt.how is None:
             elsewhere = attempt.host not in ("", socket.gethostname())
@@ -262,7 +262,7 @@ def _is_alive(attempt: Attempt) -> bool:
 
 
 def _notes_of(history: History) -> Iterator[Note]:
-    """Yield notes about the beginning and the end of each attempt, and one about its saves."""
+    """Yield notes about the beginning, the saves and the end of each attempt."""
     for number, attempt in enumerate(history.attempts):
         yield _beginning(number, attempt)
         if attempt.saves:

@@ -1,4 +1,4 @@
-"""Builders for HTML and SVG elements; text is escaped unless it is marked as HTML."""
+"""Build HTML and SVG elements, escaping text unless it is marked as HTML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _VOID = frozenset({"path", "polyline", "rect"})  # elements that are self-closin
 
 
 class Markup(str):
-    """A string of HTML, inserted without escaping."""
+    """A string of HTML that is inserted without escaping."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The page of a report: HTML with inline style, script and data, which does not load anything else."""
+"""The page of a report: HTML with inline style, script and data that loads no other resources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
-    """Render the page for runs, as of ``now`` (seconds since 1970-01-01 UTC); ``left_out`` is the number omitted."""
+    """Render the page for runs as of ``now``, in seconds since 1970-01-01 UTC; ``left_out`` counts omitted runs."""
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)
@@ -45,7 +45,7 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
     )
 
 
-# ---- the parts of a run
+# ---- sections of a run
 
 
 def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
@@ -181,7 +181,7 @@ def _key(tone: str, text: str) -> Markup:
 
 
 def _left_out(number: int, text: str) -> Markup:
-    """Return a line about omitted rows, if any."""
+    """Return a line about omitted rows, or nothing if there are none."""
     return tag("p", f"{number} {text}", class_="left-out") if number > 0 else Markup()
 
 
@@ -242,7 +242,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Build a table from rows of cells keyed by heading; the page's script sorts it; its name is for screen readers."""
+    """Build a sortable table from rows of cells keyed by column heading; screen readers announce its ``name``."""
     if not rows:
         return Markup()
     heads = (
@@ -292,7 +292,7 @@ def _steps(run: RunFacts) -> Markup:
 
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
-    """Return the newest steps and all that are damaged, best or pinned, in the order of the run."""
+    """Return the newest steps and all damaged, best or pinned steps, in the order of the run."""
     special = [
         index
         for index, step in enumerate(run.checkpoints)

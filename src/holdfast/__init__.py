@@ -1,4 +1,4 @@
-"""holdfast keeps the state of training runs safe.
+"""holdfast saves and resumes machine-learning training runs.
 
 >>> import tempfile, numpy as np
 >>> import holdfast as hf
@@ -26,21 +26,21 @@ except ImportError:
         "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
     ) from None
 
-# The names show whether another project's distribution `holdfast`, whose modules would mix with these, is installed.
+# Warn if another project's distribution named `holdfast` is installed, because its modules would mix with these.
 for _place in _sys.path:
     with _contextlib.suppress(OSError):
         for _name in _os.listdir(_place):
             if _re.fullmatch(r"holdfast-[0-9].*\.dist-info", _name):
                 _importlib.import_module("holdfast.engine.installed").tell_of_stranger(_os.path.join(_place, _name))
 
-# A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
+# Public names, listed in __init__.pyi, are loaded on first use, which keeps importing the package cheap.
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
-__all__ = [name for name in __all__ if name != "open"]  # so that `from holdfast import *` does not shadow the built-in
+__all__ = [name for name in __all__ if name != "open"]  # keep `from holdfast import *` from shadowing the built-in
 _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "storage", "clock", "observer")
 
 
 def __getattr__(name):  # type checkers read __init__.pyi
-    """Load a public name on first use; if the name is in a submodule, the error says which one."""
+    """Load a public name on first use; for a name in a submodule, raise an error that names the submodule."""
     try:
         return _load(name)
     except AttributeError:
@@ -55,18 +55,18 @@ def __getattr__(name):  # type checkers read __init__.pyi
 
 
 def _instead_of(name):
-    """Return a hint about the counterpart of an Orbax name, to be appended to an error message."""
+    """Return a hint about holdfast's counterpart of an Orbax name, for appending to an error message."""
     return _importlib.import_module("holdfast.engine.foreign_arguments").object_instead_of(name)
 
 
 class _PeerModules:
-    """The last module finder on the meta path, needed because ``import holdfast.v1`` does not call ``__getattr__``."""
+    """A module finder that adds hints to import errors, since ``import holdfast.v1`` does not call ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):
         package, _, module = name.rpartition(".")
         if package == __name__ and (hint := _instead_of(module)):
-            # without name=, because `from holdfast import args` would then replace this error with one without the hint
+            # With name=, `from holdfast import args` would replace this error with one that lacks the hint.
             raise ModuleNotFoundError(f"No module named {name!r}{hint}")
 
 

@@ -1,4 +1,4 @@
-"""``python -m holdfast``: runs the command if its script is not on the PATH."""
+"""Run the command as ``python -m holdfast``, which works even if its script is not on the PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Arguments for restoring one tree like another: ``holdfast.checkpoint_utils``."""
+"""``holdfast.checkpoint_utils`` builds the arguments that restore a pytree to match a target."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _PLAIN: dict[str, type] = {plain.__name__: plain for plain in (bool, int, float,
 
 
 def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_shape: bool = True) -> Any:
-    """Build the ``restore_args=`` that restore a tree like a target: with its types, dtypes, shapes and shardings.
+    """Build the ``restore_args=`` that restore a pytree with the types, dtypes, shapes and shardings of a target.
 
-    A saved dtype that differs from the target's is cast; a shape that differs is an error.
+    Saved values are cast to the dtypes of the target; a shape mismatch is an error.
 
     Args:
-        target: The tree to match. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`; a bare
-            ``object()`` or ``...`` asks for what was saved. So does a :class:`~holdfast.reports.LeafMetadata`, as in
-            the trees that ``structure()`` returns: jax and torch leaves keep their type if the library is loaded, and
-            become numpy arrays otherwise.
-        sharding_tree: Shardings of jax arrays: one `jax.sharding.Sharding` for all; or a tree of them like the target,
-            which may end early with one for all leaves below, and may omit keys. Leaves without one get the
-            target's sharding.
-        set_global_shape: Whether to ask for the target's shapes; otherwise arrays have the shapes that were saved.
+        target: The pytree to match. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`. A leaf that is a bare
+            ``object()`` or ``...`` is restored as it was saved. So is a :class:`~holdfast.reports.LeafMetadata`, as in
+            the trees that ``structure()`` returns, except that jax and torch arrays become numpy arrays if their
+            library is not loaded.
+        sharding_tree: A `jax.sharding.Sharding` for all jax arrays, or a pytree of shardings with the structure of the
+            target. A sharding in place of a container applies to all leaves below it, and keys may be omitted.
+            Leaves without a sharding get the target's sharding.
+        set_global_shape: Whether to require the target's shapes; otherwise arrays keep the shapes that were saved.
 
     Returns:
-        A tree like the target, with :class:`~holdfast.RestoreArgs`, or :class:`~holdfast.ArrayRestoreArgs` for jax
-        arrays.
+        A pytree with the structure of the target, whose leaves are :class:`~holdfast.RestoreArgs`, or
+        :class:`~holdfast.ArrayRestoreArgs` for jax arrays.
 
     Raises:
-        OptionError: ``sharding_tree`` does not fit the target.
+        OptionError: ``sharding_tree`` does not match the target.
 
     >>> construct_restore_args({"w": np.zeros(2, np.float32), "step": 0})["w"].dtype
     dtype('float32')
@@ -96,5 +96,5 @@ def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -
 
 
 def _number(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype if it is numeric; None otherwise, because nothing is cast to other dtypes."""
+    """Return the dtype if it is numeric; None otherwise, because values are cast only to numeric dtypes."""
     return None if number_kind(dtype) is None else dtype
