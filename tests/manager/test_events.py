@@ -220,7 +220,7 @@ def test_a_listener_on_the_thread_of_a_save_cannot_wait_for_it(call: Any, tmp_pa
 
     def listener(event: dict[str, Any]) -> None:
         if event["event"] == "saved" and not said:
-            with pytest.raises(hf.errors.StateError, match="step 1 .* saved on this thread") as raised:
+            with pytest.raises(hf.errors.StateError, match=r"step 1 .* saved on this thread") as raised:
                 call(manager)
             said.append(str(raised.value))
 
