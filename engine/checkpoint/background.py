@@ -104,6 +104,11 @@ class BackgroundSave:
                 current = self._current
             if current is None:
                 return
+            if current.thread is threading.current_thread():
+                raise StateError(
+                    f"{current.what} is saved on this thread, which cannot wait for it: in a listener, note what is to "
+                    "be done, and do it in the training loop"
+                )
             current.awaited.set()
             current.thread.join(self._timeout)
             if current.thread.is_alive():

@@ -128,9 +128,14 @@ class _Lookup:
             text = "".join(segments)
         literals = [pattern.literal(positions) for pattern, positions in progress]
         indices: Iterable[int] = range(len(children))
-        if None not in literals and "%2E" not in text:  # an escaped dot may separate several pattern keys
-            wanted = {key for keys in literals for key in keys or ()}
-            indices = compress(indices, map(wanted.__contains__, segments))  # avoids a Python loop over the children
+        if None not in literals:  # avoid a Python loop over the children
+            literal = {key.replace(".", "%2E") for keys in literals for key in keys or ()}
+            chosen: Iterable[bool] = map(literal.__contains__, segments)
+            # An escaped dot may separate several pattern keys.
+            starts = tuple(f"{key}%2E" for key in literal if "%2E" not in key) if "%2E" in text else ()
+            if starts:
+                chosen = [same or segment.startswith(starts) for same, segment in zip(chosen, segments, strict=True)]
+            indices = compress(indices, chosen)
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:

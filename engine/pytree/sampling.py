@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -271,8 +272,13 @@ def _first_part(array: Any) -> tuple[Any, Any, str]:
     return part, device, f"{device.platform} x {1 + len(others)}"
 
 
+@functools.lru_cache(1024)
 def _stride(size: int) -> int:
-    return 1 + (size - 1) // _ELEMENTS
+    """Return a stride that shares no factor with the size, so that a matrix is not sampled in one column only."""
+    stride = 1 + (size - 1) // _ELEMENTS
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return stride
 
 
 def _add_array(runs: _Runs, position: int, array: NDArray[Any]) -> None:

@@ -75,13 +75,14 @@ class TensorSlot:
         self.trail: Path = ()
 
     @property
-    def overlaps(self) -> bool:
-        """True if elements share memory, for example after ``expand``, and therefore cannot be written individually."""
+    def problem(self) -> str | None:
+        """The reason why the elements cannot be written individually, or None."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
-            return False
-        return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            return None
+        shared = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return "elements of this tensor share memory, as after expand(); make a copy of it" if shared else None
 
     def template(self, shape: Iterable[int]) -> Any:
         """Return the tensor itself, or a meta tensor of the given shape if it is an uninitialized parameter."""

@@ -45,6 +45,9 @@ class FreshObjects:
     """Describes objects by the edges between them and the types of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
+        for node in live.own:
+            if isinstance(node.view, Leaf) and isinstance(node.slot, TensorSlot) and (problem := node.slot.problem):
+                raise UnsupportedLeafError(f"{format_node_path(node.path)}: {problem}")
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
         uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))

@@ -10,7 +10,10 @@ A path consists of the names of the edges from the root. The name of an edge is 
 
 from __future__ import annotations
 
+import enum
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -111,10 +114,10 @@ class PartState(StateSlot):
 
 
 class MemberSlot(Attachment):
-    """An enum member, saved by name, or as a number or string if it is equal to one."""
+    """An enum member, saved by name (flags as ``A|B``), or as a number or string if it is equal to one."""
 
     def get(self) -> Any:
-        return self.value.value if is_python_value(self.value) else self.value.name
+        return self.value.value if is_python_value(self.value) else self.value.name or ""  # "" if no flag is set
 
     def set(self, value: Any) -> None:
         super().set(self.member(value))
@@ -123,7 +126,12 @@ class MemberSlot(Attachment):
         """Return the enum member for a saved value; raise TreeMismatchError if there is none."""
         enumeration = type(self.value)
         try:
-            return enumeration(value) if is_python_value(self.value) else enumeration[value]
+            if is_python_value(self.value):
+                return enumeration(value)
+            if not issubclass(enumeration, enum.Flag):
+                return enumeration[value]
+            names = filter(None, str(value).split("|"))
+            return functools.reduce(operator.or_, map(enumeration.__getitem__, names), enumeration(0))
         except (KeyError, ValueError) as error:
             raise TreeMismatchError(
                 f"{'/'.join(self.trail)}: expected a member of {enumeration.__qualname__} (program: "

@@ -230,9 +230,8 @@ class SavedValues:
         if compare(target, leaf) is not None:
             return compare(replace(target, origin="program"), leaf)
         slot = assignment.slot
-        if isinstance(slot, TensorSlot) and slot.overlaps:
-            where = format_node_path(assignment.path)
-            return f"{where}: elements of this tensor share memory, as after expand(); make a copy of it"
+        if isinstance(slot, TensorSlot) and (problem := slot.problem) is not None:
+            return f"{format_node_path(assignment.path)}: {problem}"
         if not isinstance(slot, OptimizerSlot) or not leaf.shape or not _is_empty(slot.get()):
             return None
         shape = tuple(TensorSlot(slot.parameter).template(leaf.shape).shape)

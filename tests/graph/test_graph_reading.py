@@ -545,6 +545,18 @@ def test_namespaces_and_enumerations(place: str) -> None:
     checkpoint.restore(path).assert_consumed()
     assert checkpoint.color is Color.RED
 
+    class Phase(enum.Flag):
+        WARM = 1
+        DECAY = 2
+
+    both, neither = Phase.WARM | Phase.DECAY, Phase(0)
+    path = graph.Checkpoint(first=both, second=neither, third=Phase.DECAY).save(f"{place}/x")
+    checkpoint = graph.Checkpoint(first=neither, second=both, third=neither)
+    checkpoint.restore(path).assert_consumed()
+    assert (checkpoint.first, checkpoint.second, checkpoint.third) == (both, neither, Phase.DECAY)
+
+    path = graph.Checkpoint(color=Color.RED, space=make("a", Level.HIGH)).save(f"{place}/x")
+
     class Fewer(enum.Enum):
         BLUE = "blue"
 

@@ -226,6 +226,7 @@ class Counter:
         ({"w": 1}, {"tree": nested(600)}, "deeper than 200 levels"),
         ({"w": jnp.ones(2)}, {"config": {"act": lambda w: w, "w": jnp.ones(1)}}, "config/act: is of type function"),
         ({"w": jnp.ones(2)}, {"lock": threading.Lock()}, "lock: is of type _thread.lock"),
+        ({"model": torch.nn.Identity(), "w": torch.ones(1).expand(3)}, {}, "w: elements of this tensor share memory"),
     ],
 )
 def test_what_no_save_can_take_is_found_before_the_first_step(state: Any, extras: Any, said: str, place: str) -> None:

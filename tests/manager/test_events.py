@@ -214,6 +214,25 @@ def test_a_step_that_a_run_goes_on_from_is_named_once(tmp_path: Path) -> None:
     assert [event["step"] for event in events_in(tmp_path) if event["event"] == "restored"] == [1, 1]
 
 
+@pytest.mark.parametrize("call", [lambda run: run.save(2, {"w": 1}), lambda run: run.wait_until_finished()])
+def test_a_listener_on_the_thread_of_a_save_cannot_wait_for_it(call: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def listener(event: dict[str, Any]) -> None:
+        if event["event"] == "saved" and not said:
+            with pytest.raises(hf.errors.StateError, match=r"step 1 .* saved on this thread") as raised:
+                call(manager)
+            said.append(str(raised.value))
+
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.events.add_listener(listener)
+        manager.save(1, {"w": 1})
+        manager.wait_until_finished()
+        assert len(said) == 1
+        manager.save(3, {"w": 1})
+    assert hf.CheckpointManager(tmp_path).all_steps() == [1, 3]
+
+
 def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[dict[str, Any]] = []
 

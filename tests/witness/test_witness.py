@@ -82,6 +82,16 @@ def test_a_change_of_any_sampled_element_changes_the_digest() -> None:
         assert found != known
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (64, 128), (33, 2), (30, 7), (8, 8, 8), (784, 100)], ids=str)
+def test_a_change_outside_of_the_first_column_is_seen(shape: tuple[int, ...]) -> None:
+    """The weights of an input that is always 0, such as the first pixel of a digit, never change."""
+    for make in (np.array, torch.tensor, jnp.asarray):
+        before, after = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+        after[..., 0] = 0
+        digests, _ = Sampler().take([make(before), make(after)]).fetch(1)
+        assert digests[0] != digests[1]
+
+
 @pytest.mark.parametrize(
     "leaf",
     [
