@@ -81,7 +81,7 @@ def take_turns(operations, cold=(), clock=time.perf_counter):
                 values[name].append(taken)
 
 def many(count):
-    return {f"layer{number:06d}": np.full((16,), number, np.float32) for number in range(count)}
+    return {f"layer{number:06d}.weight": np.full((16,), number, np.float32) for number in range(count)}
 """
 SMALL = """
 import safetensors.numpy
