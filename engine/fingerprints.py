@@ -47,7 +47,7 @@ class Fact(NamedTuple):
 _Space = tuple[str, str, dict[str, Any]]  # (name prefix, function or module, variables)
 
 _OBJECTS = 5000  # maximum number of objects to visit per step, separately for functions and modules
-_SECONDS = 0.5  # time limit in seconds per step, separately for functions and modules
+_SECONDS = 0.5  # limit of processor time in seconds per step, separately for functions and modules
 _DEPTH = 7
 _ITEMS = 64  # maximum number of items to visit per container
 _BYTES = 4 << 20  # maximum size in bytes of an array to hash
@@ -119,9 +119,9 @@ def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], loo
     for prefix, where, space in spaces:
         named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
         queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in named)
-    until = time.monotonic() + _SECONDS
+    until = time.thread_time() + _SECONDS
     for _ in range(_OBJECTS):
-        if not queue or time.monotonic() > until:
+        if not queue or time.thread_time() > until:
             break
         name, where, obj, depth, owner = queue.popleft()
         try:
