@@ -35,7 +35,7 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor of waits for process 0 while it may itself be waiting. With the time to end a wait, the total is 2.
+# Timeout factor for waits for process 0 while it may itself be waiting; 2 in total, including the time to end a wait.
 _GATHERED = 2 - 1 / SHARE
 _WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next one gets the minimum timeout
 _SILENCE = 600.0  # default time limit in seconds for a response from the store
@@ -213,7 +213,7 @@ class Rendezvous:
     def _waiting(
         self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Yield the deadline of a wait. On a timeout, count a miss for each missing process, else reset the counts."""
+        """Yield a wait's deadline. On a timeout, count a miss for each missing process; otherwise, reset the counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
