@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was, ``finished`` if every run is, otherwise ``unfinished``; None without runs."""
+        """``preempted`` if any run was, ``finished`` if all have finished, otherwise ``unfinished``; None if there is none."""
         states = set(self.states.values())
         if not states:
             return None
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify the end of an attempt, given whether it was ended for a hang (``hung``) or signalled (``asked``)."""
+    """Classify the end of an attempt, given whether it was ended for hanging (``hung``) or signalled (``asked``)."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":

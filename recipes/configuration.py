@@ -106,7 +106,7 @@ class _TooManyFilesError(ConfigError):
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file merged over its ``defaults``; ``around`` lists including files, and ``numbers`` counts all files."""
+    """Read a file and merge it over its ``defaults``; ``around`` lists including files, and ``numbers`` counts files."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])

@@ -35,7 +35,7 @@ def run(configuration: Configuration) -> Outcome:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
-        # Until the program handles preemptions itself, there is nothing to save.
+        # Handle preemptions here, without a save, until the program handles them itself.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)

@@ -181,7 +181,7 @@ class Config(Section):
     METRICS: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that the recipe stores with its checkpoints; if empty, ``best_fn`` is not checked."""
     REPLICATED: ClassVar[tuple[str, ...]] = ()
-    """Names of the state that ``replicated`` may list; if empty, ``replicated`` is not checked."""
+    """Names of the state objects that ``replicated`` may list; if empty, ``replicated`` is not checked."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -265,7 +265,7 @@ class Schedule(Section):
 
     def adamw(self) -> Any:
         """Return the optax optimizer."""
-        import optax  # type: ignore[import-untyped]  # it comes without type information
+        import optax  # type: ignore[import-untyped]  # it has no type information
 
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=0.0,

@@ -60,7 +60,7 @@ _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
 _WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # starts writeback, so the final sync has less to write
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS only; its fsync(2) does not flush the drive's cache
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS only; its fsync(2) does not flush the drive cache
 _blocks = BlockPool(BLOCK, THREADS)
 
 
