@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was, ``finished`` if all have finished, otherwise ``unfinished``; None if there is none."""
+        """``preempted`` if any run was, ``finished`` if all have finished, else ``unfinished``; None without runs."""
         states = set(self.states.values())
         if not states:
             return None
@@ -328,7 +328,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # Waiting for a failed process is not a hang.
+    hung = returncode is None and not record.has_failed  # waiting for a failed process is not a hang
     why = None
     if returncode is None:
         why = _overdue(program, watch)

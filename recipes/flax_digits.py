@@ -24,7 +24,7 @@ class Classifier(nn.Module):
     """A multilayer perceptron with BatchNorm after every hidden layer."""
 
     hidden: Sequence[int]  # number of units per hidden layer
-    dropout: float  # dropout rate in training
+    dropout: float  # dropout rate during training
 
     @nn.compact
     def __call__(self, pixels: jax.Array, training: bool) -> jax.Array:

@@ -115,7 +115,7 @@ class _Checkpoint(Section):
     directory: PathOrUrl | None = None
     """Directory for checkpoints: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
     allow_changes: list[str] = []
-    """Keys of model, data, optimizer or seed whose values may differ from the checkpoints when the run resumes."""
+    """Keys of model, data, optimizer or seed that may differ from the checkpoints when the run resumes."""
 
 
 _CheckpointKeys: Any = _section(
@@ -205,7 +205,7 @@ class Config(Section):
     """What to log during training."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yield keys that are valid alone but conflict with others, each with an explanation."""
+        """Yield keys that are valid on their own but conflict with others, each with an explanation."""
         best_fn, metrics = self.checkpoint.best_fn, ", ".join(self.METRICS)
         unknown = None if best_fn is None else _unknown(best_fn, "a metric", self.METRICS)
         try:
@@ -392,7 +392,7 @@ class SelfPlaySwap(Section):
     """Replaces a policy with one from another checkpoint during training."""
 
     policy: Literal["p0", "p1"] = "p1"
-    """The policy whose weights are replaced; its optimizer and all other state stay unchanged."""
+    """The policy whose weights are replaced; its optimizer and all other state remain unchanged."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """Directory of the policy in another checkpoint, such as .../300/state/learner/policies/p0; null for no swap."""
     at_step: Step = 0

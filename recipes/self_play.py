@@ -10,7 +10,7 @@ which is also the directory tree of its checkpoints::
         observation      converts hands to network inputs; holds the mean and deviation of every card
         choice           converts network outputs to moves; holds the random generator that samples them
 
-A checkpoint is therefore useful for more than resuming: a single policy can be loaded from it, or swapped.
+A checkpoint is therefore useful beyond resuming: a single policy can be loaded from it, or swapped into another run.
 """
 
 from __future__ import annotations

@@ -433,7 +433,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return the differences at the first differing step or at all, except for pairs already found identical."""
+        """Return the differences at the first differing step (or all steps), skipping pairs already found identical."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [

@@ -84,7 +84,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
     for path in paths:
         location = checkpoints_at(path)
         below = [] if is_one_checkpoint(location) else runs_below(location)
-        if below and list_checkpoints(location):  # the directory itself has checkpoints of another library
+        if below and list_checkpoints(location):  # the directory itself contains checkpoints of another library
             below = []
         directories += [checkpoints_at((location / name).url) for name in below] or [location]
     return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])

@@ -201,7 +201,7 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of the lists of requests for the name and of processes that have it
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, and processes that have it
 
 
 def _announce(
@@ -296,6 +296,6 @@ def _end_calls() -> None:
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)
-# A forked child does not have the waits and calls of its parent.
+# A forked child does not inherit the waits and calls of its parent.
 os.register_at_fork(after_in_child=_made.clear)
 os.register_at_fork(after_in_child=_calling.clear)

@@ -94,7 +94,7 @@ class Root(NamedTuple):
     """The root node of one version of a database."""
 
     height: int  # number of levels below the root
-    file: str  # the file of the root node, relative to the database's directory
+    file: str  # path of the file that contains the root node, relative to the database's directory
     base: bytes  # base path, as bytes, to which the paths in the node are relative
     offset: int  # offset of the node in the file, in bytes
     length: int  # size of the node in bytes
@@ -104,7 +104,7 @@ class Root(NamedTuple):
 
 
 class NodePlace(NamedTuple):
-    """A byte range in a file: path relative to the database's directory, offset and length in bytes."""
+    """A byte range in a file: the path relative to the database's directory, and the offset and length in bytes."""
 
     file: str
     offset: int

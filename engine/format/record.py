@@ -31,7 +31,7 @@ DOCUMENT_LIMIT = 128 << 20  # maximum size in bytes of a document that is read o
 
 _RESERVED = ("format", "version", "kind", "digest")
 _READABLE = frozenset({"checkpoint"})  # kinds that are formatted for human readers; all others are compact
-_LEVELS = 4  # number of indented levels (document, items, item, files); deeper objects are written in one line
+_LEVELS = 4  # number of indented levels (document, items, item, files); deeper objects are written on one line
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _spaced = json.JSONEncoder(allow_nan=False).encode
@@ -40,8 +40,8 @@ RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's di
 PARTIAL = "checkpoint.partial"  # marks a directory with an uncommitted save; removed by the commit
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
 _LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; well within the range of date libraries
-OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by that run
-PADDED = "zero-padded_0"  # folder that keeps holdfast versions without support for zero-padded names away
+OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
+PADDED = "zero-padded_0"  # folder that makes holdfast versions without support for zero-padded names fail
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
 WITNESS = "witness.jsonl"  # file that records the steps after a save; not listed in any commit record
@@ -51,10 +51,10 @@ WITNESS_LIMIT = 128 << 10  # maximum number of bytes read from a witness file
 ITEM = "state"  # item name in a checkpoint with a single item
 TREES = "pytree"  # kind of an item that is a pytree
 PROCESSES = "processes"  # kind of an item with one tree per process
-OWN_FOLDER = "own"  # folder, inside a tree's folder, with one tree per process
+OWN_FOLDER = "own"  # folder inside a tree's folder that contains one tree per process
 COMPONENTS = "components"  # kind of an item that consists of components, each with its own tree
-COMPONENT = "component.json"  # name of the file, in a component's tree folder, that describes the component
-GRAPH = "graph.json"  # name of the file, in a tree's folder, that describes its objects and the edges between them
+COMPONENT = "component.json"  # name of the file in a component's tree folder that describes the component
+GRAPH = "graph.json"  # name of the file in a tree's folder that describes its objects and the edges between them
 GRAPH_KIND = "graph"  # document kind of the graph file
 
 _KIND = "checkpoint"
@@ -258,7 +258,7 @@ class CheckpointRecord:
     items: Mapping[str, ItemRecord]  # items, keyed by name
     time: float  # commit time, in seconds since 1970-01-01 UTC
     step: int | None = None  # None if the checkpoint was saved without a manager
-    reason: str = ""  # why the checkpoint was saved, as a text for users
+    reason: str = ""  # why the checkpoint was saved, as text for users
     metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently

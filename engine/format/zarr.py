@@ -180,7 +180,7 @@ def encode_array_metadata(
 
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
     """Decode a ``zarr.json`` written by `encode_array_metadata`; raise an error for any other document."""
-    # Many arrays in a tree have identical metadata, so short texts are cached. Long texts would take too much memory.
+    # Many arrays in a tree have identical metadata, so short texts are cached. Caching long texts would waste memory.
     return _decode_cached(data) if len(data) <= _CACHED_LIMIT else _decode(data)
 
 

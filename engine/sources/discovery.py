@@ -117,7 +117,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # Files of TensorFlow before 0.12, for which the module raises an error that names their format.
+    # Files from TensorFlow versions before 0.12, for which the module raises an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
@@ -185,7 +185,7 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Return whether a directory has no steps of this run; raise CheckpointExistsError if it has only other steps."""
+    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
     # If this run has ``begun``, the files may have been written by another callback of the program, such as Lightning's
     # ModelCheckpoint. Single checkpoints written by hf.save or for graphs do not count as runs.
     all_steps = find_steps(location)

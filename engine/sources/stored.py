@@ -448,7 +448,7 @@ class FetchedTree(OtherTree):
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
-        """Open the file and yield a function that reads an array, or only a box of it if supported, by name."""
+        """Open the file and yield a function that reads an array by name, or just a box of it if supported."""
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Return the description of a value, and the source of its data, or None if the description contains the value."""
+    """Return the description of a value and the source of its data, which is None if the description has the value."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):

@@ -46,7 +46,7 @@ class FileIdentity(NamedTuple):
     inode: int
     size: int  # bytes
     modified: int  # nanoseconds
-    changed: int  # nanoseconds; also updated when links or permissions change; programs cannot set it
+    changed: int  # nanoseconds; also updated when links or permissions change, and not settable by programs
 
 
 class DataReader(Protocol):

@@ -118,7 +118,7 @@ class CloudBackend(ObjectStoreBackend):
         return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Open an obstore store with the HTTP client options ``client``. With ``once``, it does not retry requests."""
+        """Open an obstore store with the HTTP client options ``client``. With ``once``, the store does not retry."""
         raise NotImplementedError
 
     # ---- reads

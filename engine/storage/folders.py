@@ -41,7 +41,7 @@ class FolderInMemory(ObjectStoreBackend):
 
 
 def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
-    """Return an in-memory folder backed by ``files``, whose error messages refer to ``location``."""
+    """Return an in-memory folder backed by ``files``; its error messages refer to ``location``."""
     return Location(FolderInMemory(location.url, files), "")
 
 

@@ -39,7 +39,7 @@ TEMPORARY_PREFIX = ".holdfast-"  # prefix of temporary files for atomic writes; 
 
 THREADS = 8  # number of threads that write one file, including the calling thread
 
-# Number of writer threads while a training loop runs. Few threads achieve most of the speed without slowing the loop.
+# Number of writer threads while a training loop runs. A few achieve most of the speed without slowing the loop down.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread collects for each write
@@ -235,7 +235,7 @@ class LocalBackend:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
-        except NotImplementedError:  # this system would follow a symlink and link its target
+        except NotImplementedError:  # raised on systems that would link the target of a symlink
             raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):

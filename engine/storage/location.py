@@ -345,7 +345,7 @@ class Location:
         errors: str | None = None,
         newline: str | None = None,
     ) -> IO[Any]:
-        """Open the file or object. An object is buffered in memory and uploaded when it is closed.
+        """Open the file or object. An object is buffered in memory and uploaded when the file is closed.
 
         Text is encoded in UTF-8 unless another encoding is given.
         """

@@ -67,7 +67,7 @@ class FileLock:
                 if self.descriptor is None:
                     return False
                 locked, named = os.fstat(self.descriptor), os.stat(self._file)
-                # On NFS, where locks may be local to a host, inode numbers may be reused, so times are also compared.
+                # On NFS, locks may be local to a host and inode numbers may be reused, so times are also compared.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False

@@ -50,7 +50,7 @@ UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an 
 
 _TOGETHER = 1000  # maximum number of objects that one request can delete
 _SMALL = 64 << 10  # number of bytes to request first if the length of an object is unknown
-_TRUSTED = 256 << 20  # maximum bytes allocated for a range before the store has confirmed the object's size
+_TRUSTED = 256 << 20  # maximum number of bytes allocated for a range before the store has confirmed the object's size
 
 BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object, because objects are recognised by name
 

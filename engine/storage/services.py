@@ -68,7 +68,7 @@ class S3(CloudBackend):
         config: dict[str, Any] = {
             "region": region,
             "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
-            "disable_bulk_delete": not once,  # some services lack bulk deletion, so a fallback is needed
+            "disable_bulk_delete": not once,  # only callers with a fallback use it, because some services lack it
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")
