@@ -236,7 +236,7 @@ class Config(Section):
 
 
 def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
-    """Return an error text if the recipe's list does not contain a name; None if it does, or if the list is empty."""
+    """Return an error message if the recipe's list lacks a name; None if it contains the name, or is empty."""
     if not names or name in names:
         return None
     return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)

@@ -102,7 +102,7 @@ class Coordinator(Protocol):
     def give_up(self, key: str) -> None:
         """End the wait for a value after `get` has raised an error, if this process will not request it again.
 
-        Other processes may still wait for the value. This is a no-op for stores whose waits end by themselves.
+        Other processes may still wait for the value. This is a no-op for stores whose waits end on their own.
         """
 
 
@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # by library: client (or weak reference to the group) and coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # keyed by library: client (or weak reference to the group) and coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:

@@ -76,7 +76,7 @@ class Rendezvous:
     """One joint operation of all processes of a program, such as a save.
 
     Every process creates a rendezvous with the same name and calls the same methods in the same order, from one thread
-    at a time. Only `fail` may be called from any thread at any time. Each method can use a topic only once. Methods
+    at a time. Only `fail` may be called from any thread at any time. A method may use each topic only once. Methods
     that wait raise
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
@@ -121,7 +121,7 @@ class Rendezvous:
             return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
-        """On process 0, wait for the values of all processes and return them. On the others, return None at once."""
+        """On process 0, wait for the values of all processes and return them. On others, return None immediately."""
         self.check()
         key = self._key("gather", topic, self.index)
         if self.index:

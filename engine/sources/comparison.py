@@ -54,7 +54,7 @@ def compare_checkpoints(
     atol: float = 0.0,
     progress: Progress = NULL,
 ) -> Iterator[LeafDifference]:
-    """Yield the leaves that differ between two checkpoints, in the order of items and leaves in the first one.
+    """Yield the leaves that differ between two checkpoints, in the item and leaf order of the first one.
 
     Random generators that no step has drawn from are not compared, because they differ between runs unless the program
     seeds them.

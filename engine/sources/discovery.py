@@ -259,7 +259,7 @@ def find_step(location: Location, step: int | None) -> StepEntry:
 
 
 def _part_of(location: Location) -> str:
-    """Return a text that names the checkpoint containing this item or per-process tree, or "" for other paths."""
+    """Return text naming the checkpoint that contains this item or per-process tree, or "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():

@@ -102,7 +102,7 @@ class _OpenTree:
         return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
-        """Release the tree's memory and files, even if there are handles to it."""
+        """Release the tree's memory and files, even if handles to it still exist."""
         self._bytes_read = self.bytes_read
         self._reads = None
 

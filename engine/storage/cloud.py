@@ -206,8 +206,7 @@ class CloudBackend(ObjectStoreBackend):
 
         names += self._ask(key, "list", below)
         exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
-        # A proxy's response may look like the end of a listing, so retry if the listing is empty or ends with a full
-        # page.
+        # A proxy's response may look like the end, so retry if the listing is empty or ends with a full page.
         if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):

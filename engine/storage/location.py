@@ -401,7 +401,7 @@ class Location:
 
         Args:
             limit: The maximum number of bytes to accept; None for no limit.
-            size: The expected length, if known. Passing it saves a request to an object store; no more bytes are read.
+            size: The expected length, if known. Passing it saves a request to an object store, and limits the read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -550,7 +550,7 @@ class Location:
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write bulk data files below this directory, each in the same way as :meth:`write_data`.
+        """Write bulk data files below this directory, each as :meth:`write_data` does.
 
         On a disk, all threads write one file at a time. In an object store, several files are uploaded at once.
 

@@ -1,4 +1,4 @@
-"""``memory://``, a TensorStore key-value store in the memory of this process, which uses the same formats as a disk."""
+"""``memory://``, a TensorStore key-value store in the memory of this process. Its formats are the same as on disk."""
 
 from __future__ import annotations
 

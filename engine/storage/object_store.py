@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key and, with ``itself``, the key. Other names with its prefix may appear."""
+        """Return the sorted names below a key (with ``itself``, also the key). Others with its prefix may appear."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -179,7 +179,7 @@ class ObjectStoreBackend:
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # if settings cannot be read, the error itself says so
+        with contextlib.suppress(Exception):  # unreadable settings are reported by the error itself
             return self.advice(kind)
         return ""
 
