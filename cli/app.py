@@ -79,7 +79,7 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy without OpenBLAS threads; an import from inside another module would be slower."""
+    """Import numpy without OpenBLAS threads, before another module imports it with threads, which is slower."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401

@@ -28,7 +28,7 @@ source = click.argument("source", metavar="SRC", help="A run, a directory of che
 def step_of(
     text: str, name: str = "step", value_type: Any = _STEP, *, many: bool = False, required: bool = False
 ) -> _Decorator:
-    """Return a decorator that adds a step argument, which is also available as an option; ``many`` allows several."""
+    """Return a decorator that adds a step argument, also available as an option; ``many`` allows several steps."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
     shown = option[2:].upper() + "..." * many
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the bundled configurations that complete a name; the shell itself completes file names."""
+    """Return the names of bundled configurations that complete a word; the shell itself completes file names."""
     from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]

@@ -40,7 +40,7 @@ def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool
 
 
 class _Lines(logging.Handler):
-    """Writes lines such as ``12:00:00 warning: message`` to the current standard streams, omitting the level info."""
+    """Writes lines such as ``12:00:00 warning: message`` to the current standard streams; ``info`` is omitted."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was, ``finished`` if every run is, otherwise ``unfinished``; None without runs."""
+        """``preempted`` if any run was, ``finished`` if all have finished, else ``unfinished``; None without runs."""
         states = set(self.states.values())
         if not states:
             return None
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify the end of an attempt, given whether it was ended for a hang (``hung``) or signalled (``asked``)."""
+    """Classify the end of an attempt, given whether it was ended for hanging (``hung``) or signalled (``asked``)."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -328,7 +328,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # Waiting for a failed process is not a hang.
+    hung = returncode is None and not record.has_failed  # waiting for a failed process is not a hang
     why = None
     if returncode is None:
         why = _overdue(program, watch)

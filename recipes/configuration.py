@@ -106,7 +106,7 @@ class _TooManyFilesError(ConfigError):
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file merged over its ``defaults``; ``around`` lists including files, and ``numbers`` counts all files."""
+    """Read a file, merged over its ``defaults``. ``around`` lists the including files; ``numbers`` counts all files."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
@@ -170,7 +170,7 @@ def read_config(name: str) -> tuple[str, str]:
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (folder name, arguments) for each run, such as three for ``seed=0,1,2``; a single run has the name ""."""
+    """Return (folder name, arguments) for each run of a sweep such as ``seed=0,1,2``; a single run has the name ""."""
     parts = [argument.partition("=") for argument in arguments]
     choices = [[f"{key}{equals}{value}" for value in _items(text)] for key, equals, text in parts]
     several = [index for index, values in enumerate(choices) if len(values) > 1]

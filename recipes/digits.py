@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it comes without type information
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no type information
 
 CLASSES = 10
 

@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax  # type: ignore[import-untyped]  # it comes without type information
+import optax  # type: ignore[import-untyped]  # it has no type information
 from flax.training import train_state
 
 from ..integrations.flax import CheckpointCallback
@@ -24,11 +24,11 @@ class Classifier(nn.Module):
     """A multilayer perceptron with BatchNorm after every hidden layer."""
 
     hidden: Sequence[int]  # number of units per hidden layer
-    dropout: float  # dropout rate in training
+    dropout: float  # dropout rate during training
 
     @nn.compact
     def __call__(self, pixels: jax.Array, training: bool) -> jax.Array:
-        """Return float32[n, 10], the logits of float32[n, 64] pixels."""
+        """Return the logits, float32[n, 10], for pixels, float32[n, 64]."""
         x = pixels
         for units in self.hidden:
             x = nn.relu(nn.BatchNorm(use_running_average=not training)(nn.Dense(units)(x)))

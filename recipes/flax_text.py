@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax  # type: ignore[import-untyped]  # it comes without type information
+import optax  # type: ignore[import-untyped]  # it has no type information
 from flax import nnx
 from numpy.typing import NDArray
 
@@ -104,7 +104,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, training: bool) -> jax.Array:
-        """Return float32[batch, context, width], which has the same shape as `x`."""
+        """Return an array with the shape of `x`, float32[batch, context, width]."""
         attended = self.attention(self.attention_norm(x), mask=mask)
         x = x + self.dropout(attended, deterministic=not training)
         expanded = nnx.gelu(self.expand(self.feed_forward_norm(x)))

@@ -40,7 +40,7 @@ class Classifier(LightningModule):
         self.layers = nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return float32[n, 10], the logits of float32[n, 64] pixels."""
+        """Return the logits, float32[n, 10], for pixels, float32[n, 64]."""
         logits: Tensor = self.layers(pixels)
         return logits
 
@@ -89,7 +89,7 @@ class Report(Callback):
         self.progress = self.context.progress(self.start, self.train.steps)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report an update, unless a validation follows and reports it."""
+        """Report an update, unless validation follows and reports it."""
         if self.progress is not None and trainer.global_step % self.train.eval_interval_steps:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 

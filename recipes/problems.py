@@ -24,7 +24,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A configuration problem: its origin, its key, and a text that states what was expected and what was found."""
+    """A configuration problem: its origin, its key, and a text stating what was expected and what was found."""
 
     origin: SourceLine
     key: str

@@ -173,7 +173,7 @@ def installed_recipes() -> dict[str, EntryPoint]:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return a recipe by name, which may be bundled, installed or ``module:function``; None if there is none."""
+    """Return a bundled or installed recipe by name, or the recipe ``module:function``; None if there is none."""
     if name in RECIPES:
         return RECIPES[name]
     if (point := installed_recipes().get(name)) is not None:

@@ -35,7 +35,7 @@ def run(configuration: Configuration) -> Outcome:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
-        # Until the program handles preemptions itself, there is nothing to save.
+        # Handle preemptions here, without a save, until the program handles them itself.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)
@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Check that the run may resume, and return its step, or 0; with ``fetch``, fetch newer steps from the mirror."""
+    """Check that the run may resume; return its step, or 0. With ``fetch``, first get newer steps from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:

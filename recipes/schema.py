@@ -115,7 +115,7 @@ class _Checkpoint(Section):
     directory: PathOrUrl | None = None
     """Directory for checkpoints: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
     allow_changes: list[str] = []
-    """Keys of model, data, optimizer or seed whose values may differ from the checkpoints when the run resumes."""
+    """Keys of model, data, optimizer or seed that may differ from the checkpoints when the run resumes."""
 
 
 _CheckpointKeys: Any = _section(
@@ -181,7 +181,7 @@ class Config(Section):
     METRICS: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that the recipe stores with its checkpoints; if empty, ``best_fn`` is not checked."""
     REPLICATED: ClassVar[tuple[str, ...]] = ()
-    """Names of the state that ``replicated`` may list; if empty, ``replicated`` is not checked."""
+    """Names of the state objects that ``replicated`` may list; if empty, ``replicated`` is not checked."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -205,7 +205,7 @@ class Config(Section):
     """What to log during training."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yield keys that are valid alone but conflict with others, each with an explanation."""
+        """Yield keys that are valid on their own but conflict with others, each with an explanation."""
         best_fn, metrics = self.checkpoint.best_fn, ", ".join(self.METRICS)
         unknown = None if best_fn is None else _unknown(best_fn, "a metric", self.METRICS)
         try:
@@ -236,7 +236,7 @@ class Config(Section):
 
 
 def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
-    """Return an error text if the recipe's list does not contain a name; None if it does, or if the list is empty."""
+    """Return an error message if the recipe's list lacks a name; None if it contains the name, or is empty."""
     if not names or name in names:
         return None
     return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)
@@ -265,7 +265,7 @@ class Schedule(Section):
 
     def adamw(self) -> Any:
         """Return the optax optimizer."""
-        import optax  # type: ignore[import-untyped]  # it comes without type information
+        import optax  # type: ignore[import-untyped]  # it has no type information
 
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=0.0,
@@ -392,7 +392,7 @@ class SelfPlaySwap(Section):
     """Replaces a policy with one from another checkpoint during training."""
 
     policy: Literal["p0", "p1"] = "p1"
-    """The policy whose weights are replaced; its optimizer and all other state stay unchanged."""
+    """The policy whose weights are replaced; its optimizer and all other state remain unchanged."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """Directory of the policy in another checkpoint, such as .../300/state/learner/policies/p0; null for no swap."""
     at_step: Step = 0

@@ -10,7 +10,7 @@ which is also the directory tree of its checkpoints::
         observation      converts hands to network inputs; holds the mean and deviation of every card
         choice           converts network outputs to moves; holds the random generator that samples them
 
-A checkpoint is therefore useful for more than resuming: a single policy can be loaded from it, or swapped.
+A checkpoint is therefore useful beyond resuming: a single policy can be loaded from it, or swapped into another run.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Observation(Checkpointable):
         self.squares = np.zeros(cards)  # sums of squared distances from the mean
 
     def __call__(self, hands: Hands, *, training: bool = False) -> Floats:
-        """Return normalized hands, float32[n, cards]; in training, first update the statistics with these hands."""
+        """Return the normalized hands as float32[n, cards]. During training, update the statistics with them first."""
         if training:
             mean, total = hands.mean(axis=0), self.count + len(hands)
             step, weight = mean - self.mean, len(hands) / total
@@ -96,7 +96,7 @@ class Observation(Checkpointable):
 
 
 class Choice(Checkpointable):
-    """Samples moves from the policy's probabilities."""
+    """Samples moves from a policy's probabilities."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -116,7 +116,7 @@ def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Mo
 
 
 class Turns(NamedTuple):
-    """A batch of turns of one policy: inputs, moves, and outcomes (1 for a win, -1 for a loss)."""
+    """A batch of turns by one policy: inputs, moves, and outcomes (1 for a win, -1 for a loss)."""
 
     features: Floats
     moves: Moves
@@ -150,7 +150,7 @@ class Runner(Checkpointable):
 class Learner(Checkpointable):
     """Trains the policies on their games with advantage actor-critic (Mnih et al., 2016, section 4)."""
 
-    __untracked__ = ("learning_rate", "entropy")  # a restore keeps the values given to the constructor
+    __untracked__ = ("learning_rate", "entropy")  # restoring keeps the values given to the constructor
 
     def __init__(self, policies: dict[str, Policy], learning_rate: float, entropy: float) -> None:
         self.learning_rate = learning_rate

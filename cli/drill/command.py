@@ -419,7 +419,7 @@ class _Drill:
 
     def _claims(self, name: str) -> dict[str, str]:
         """Return the stand-in folders that replace the run's directories, keyed by the URLs that the program uses."""
-        runs = self._folder / RUNS  # the claims contain this path; the folder has since been renamed
+        runs = self._folder / RUNS  # the claims contain this path, even if the folder has been renamed
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
@@ -433,7 +433,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return the differences at the first differing step, or at all; skip checkpoints already found identical."""
+        """Return the differences at the first differing step (or all steps), skipping pairs already found identical."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [

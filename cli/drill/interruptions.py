@@ -26,7 +26,7 @@ class DrillOptions:
     seed: int = 0  # seed for choosing random steps
     preemption: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
     keep: Path | None = None  # directory to keep the runs in; None for a temporary one
-    ignore: tuple[str, ...] = ()  # patterns of leaves to exclude from the comparison
+    ignore: tuple[str, ...] = ()  # patterns for leaves to exclude from the comparison
     hang: float = 1800.0  # hang timeout: seconds without a sign of progress after the first step
     first_step: float = 3600.0  # start timeout: seconds until the first step, including compilation
     grace: float = 60.0  # seconds between the signal and SIGKILL
@@ -63,7 +63,7 @@ def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
     """Return the interruptions to rehearse in a run with at least two steps, and notes about those omitted."""
-    # After SIGKILL, the run resumes from an earlier step, and can be interrupted at the same step again.
+    # After SIGKILL, the run resumes from an earlier step, so it can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []
     notes: list[str] = []
@@ -79,7 +79,7 @@ def choose(
         validated = sorted(draw.sample(candidates, min(2, len(candidates))))
         for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
             add(number, "validation", step)
-        # Spare the steps around a validation, because a run that resumes at such a step may skip the validation.
+        # Avoid the steps around validation, because a run that resumes at such a step may skip the validation.
         around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
         taken |= {steps[index] for index in around if 0 <= index < len(steps)}
         if not validated:

@@ -27,7 +27,7 @@ class DrillPlan:
     save_places: tuple[int, ...] = ()  # positions of further steps to save
     dense_bytes: int = 0  # save every step if ``count`` checkpoints do not exceed this size
     point: Point | None = None  # interrupt at ``step``, ``validation`` or ``commit``; None for no interruption
-    step: int = 0  # interrupt at the first such point from this step on
+    step: int = 0  # interrupt at the first such point at or after this step
     signal: int = signal.SIGKILL
 
     def write(self, folder: Path) -> None:

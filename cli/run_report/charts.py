@@ -160,7 +160,7 @@ def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
     """Draw a histogram of the fraction of time that the training loop spent waiting for saves."""
     waited = [0.0] * _BUCKETS
     for save in saves:
-        began = scale.place(save.time - save.total)  # the loop waits at the start of a save
+        began = scale.place(save.time - save.total)  # counted at the save's start, when the loop waits
         waited[min(_BUCKETS - 1, int(began * _BUCKETS))] += save.blocked
     shares = [
         min(1.0, seconds / max(1e-9, scale.time((number + 1) / _BUCKETS) - scale.time(number / _BUCKETS)))
@@ -358,7 +358,7 @@ class Node:
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return a tree as HTML, and the number of leaves omitted; large trees omit their deepest levels first."""
+    """Return a tree as HTML, and the number of leaves omitted; in large trees, the deepest levels are omitted first."""
     root = _tree(leaves)
     drawn = _choose(root)
     is_open = len(root.shown) == 1 or drawn <= _OPEN

@@ -1,4 +1,4 @@
-"""Read the facts about a run from its directory, with bounded memory."""
+"""Read the facts about a run from its directory, in bounded memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Statistics:
 
 @dataclass(slots=True)
 class RunFacts:
-    """The facts about one run, or one checkpoint."""
+    """The facts about one run or one checkpoint."""
 
     name: str
     path: str
@@ -84,7 +84,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
     for path in paths:
         location = checkpoints_at(path)
         below = [] if is_one_checkpoint(location) else runs_below(location)
-        if below and list_checkpoints(location):  # the directory itself has checkpoints of another library
+        if below and list_checkpoints(location):  # the directory itself contains checkpoints of another library
             below = []
         directories += [checkpoints_at((location / name).url) for name in below] or [location]
     return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])
@@ -96,7 +96,7 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
     checkpoints = [describe_one(location)] if is_one else list_checkpoints(location)
     events = [] if is_one else read_run_events(location)
     history = read_history(events)
-    for checkpoint in checkpoints:  # checkpoints also have metrics recorded by other programs
+    for checkpoint in checkpoints:  # checkpoints may also contain metrics recorded by other programs
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
     facts = RunFacts(name, str(location), checkpoints, history, Experience(events), has_events=bool(events))
@@ -162,7 +162,7 @@ def _read_statistics(
 
 
 def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
-    """Map floating-point and complex leaves to their top-level containers, excluding other leaves."""
+    """Map each floating-point or complex leaf to its top-level container, and omit other leaves."""
     several = len({leaf.item for leaf in leaves}) > 1
     return {
         (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the expected losses at half, one and two times the run's save interval, and at the best; [] if unknown."""
+    """Return the expected losses at 0.5, 1 and 2 times the run's save interval and at the best one; [] if unknown."""
     used = experience.interval
     if used is None:
         return []

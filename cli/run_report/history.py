@@ -1,4 +1,4 @@
-"""Build the history of a run from its event log: its attempts and their ends, its saves, and its lost steps."""
+"""Build the history of a run from its event log: its attempts and how they ended, its saves, and its lost steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...engine.manager import number_in_event
 from ..report import count, duration, proof_text
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
-"""How an attempt ended: ``closed`` without a callback, which would record whether training finished; ``failed`` with
-an exception; ``crashed`` with a signal or an exit status; ``lost`` without a final event; ``open`` if it may still be
-running on another machine."""
+"""How an attempt ended: ``closed`` if no callback recorded whether training finished; ``failed`` with an exception;
+``crashed`` with a signal or an exit status; ``lost`` without a final event; ``open`` if it may still be running on
+another machine."""
 
 _CHARTED = 16  # maximum number of elements to chart for a list-valued metric
 
@@ -42,7 +42,7 @@ class Save:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to run the program, which begins when it acquires the checkpoint directory."""
+    """One attempt to run the program, which begins when the program acquires the checkpoint directory."""
 
     began: float
     newest: int | None = None  # newest step in the directory when the attempt began

@@ -1,4 +1,4 @@
-"""The page of a report: HTML with inline style, script and data that loads no other resources."""
+"""The page of a report: HTML with inline styles, scripts and data, which loads no other resources."""
 
 from __future__ import annotations
 

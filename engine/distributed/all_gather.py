@@ -1,7 +1,7 @@
 """All-gathers of bytes within teams of processes, using the collective operations of torch or JAX.
 
 These are the only collective operations in this package. A restore runs them in the program's own thread, and only
-after all processes have agreed to start, so that no process starts one alone. Each of them has a deadline.
+after all processes have agreed to start, so that no process starts one alone. Each has a deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Transport(Protocol):
     """A transport that sends bytes between the processes of a program."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Return an all-gather for the teams. All processes must call this method and the result equally often.
+        """Return an all-gather for the teams. All processes must call this method, and its result, equally often.
 
         Args:
             name: A string that is the same on all processes and unique to this connection.

@@ -19,10 +19,10 @@ from .torch_store import TorchCoordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # timeout in seconds for a store that has not answered the last call, and for ending a wait
+_SECOND_CHANCE = 1.0  # timeout in seconds for a store that did not answer the previous call, and for ending a wait
 SHARE = 8  # maximum factor by which a timeout is shortened after earlier timeouts
 
-_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store has not answered the last call
+_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store did not answer the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Coordinator(Protocol):
     def give_up(self, key: str) -> None:
         """End the wait for a value after `get` has raised an error, if this process will not request it again.
 
-        Other processes may still wait for the value. This is a no-op for stores whose waits end by themselves.
+        Other processes may still wait for the value. This is a no-op for stores whose waits end on their own.
         """
 
 
@@ -209,7 +209,7 @@ class BoundedCoordinator:
 
     If the process that hosts the store is stopped or its machine is unreachable, connections stay open, and clients
     such as torch's wait without a deadline. Each call therefore runs in a thread that is abandoned at the deadline.
-    After a call has been abandoned, further calls wait only for a second until the store answers one.
+    After that, further calls wait for at most a second each, until the store answers one of them.
     """
 
     def __init__(self, coordinator: Coordinator, limit: float) -> None:
@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # by library: client (or weak reference to the group) and coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # keyed by library: client (or weak reference to the group) and coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:

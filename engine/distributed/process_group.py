@@ -40,7 +40,7 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is process 0, which does all work that only one process has to do."""
+        """Whether this is process 0, which does the work that only one process needs to do."""
         return self.index == 0
 
     def transport(self) -> Transport | None:
@@ -55,7 +55,7 @@ class ProcessGroup:
         return next_rendezvous(self._coordinator, name, self.timeout, self._block)
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Report to the other processes that this one cannot take part in the next joint operation."""
+        """Report to the other processes that this process cannot take part in the next joint operation."""
         if (rendezvous := self.rendezvous(what)) is not None:
             rendezvous.fail(error)
 
@@ -132,7 +132,7 @@ class ProcessGroup:
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Call ``work`` on process 0 with all JSON values. On every process, return its result or raise OptionError."""
+        """Call ``work`` on process 0 with all processes' JSON values. Return its result or raise OptionError on all."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -177,5 +177,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if no other process calls this. Others wait ``start_secs`` for it to begin."""
+    """Run long work on process 0, even if no other process calls this. Others wait ``start_secs`` for it to start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -35,7 +35,7 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor of waits for process 0 while it may itself be waiting. With the time to end a wait, the total is 2.
+# Timeout factor for waits for process 0 while it may itself be waiting; 2 in total, including the time to end a wait.
 _GATHERED = 2 - 1 / SHARE
 _WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next one gets the minimum timeout
 _SILENCE = 600.0  # default time limit in seconds for a response from the store
@@ -76,7 +76,7 @@ class Rendezvous:
     """One joint operation of all processes of a program, such as a save.
 
     Every process creates a rendezvous with the same name and calls the same methods in the same order, from one thread
-    at a time. Only `fail` may be called from any thread at any time. Each method can use a topic only once. Methods
+    at a time. Only `fail` may be called from any thread at any time. A method may use each topic only once. Methods
     that wait raise
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
@@ -121,7 +121,7 @@ class Rendezvous:
             return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
-        """On process 0, wait for the values of all processes and return them. On the others, return None at once."""
+        """On process 0, wait for the values of all processes and return them. On others, return None immediately."""
         self.check()
         key = self._key("gather", topic, self.index)
         if self.index:
@@ -213,7 +213,7 @@ class Rendezvous:
     def _waiting(
         self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Yield the deadline of a wait. On a timeout, count a miss for each missing process, else reset the counts."""
+        """Yield a wait's deadline. On a timeout, count a miss for each missing process; otherwise, reset the counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())

@@ -21,12 +21,12 @@ _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second over all processes
 _NO_DEADLINE = timedelta(days=20)  # in milliseconds, this fits the integer type that c10d uses for timeouts
 _SECONDS_TO_END = 2.0  # maximum time for an abandoned wait to end
-_IDLE_CONNECTIONS = 2  # maximum number to keep open; each needs a file descriptor in the process that hosts the store
+_IDLE_CONNECTIONS = 2  # maximum number of idle connections; each uses a file descriptor of the hosting process
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
 def _prefixed(name: str, store: Any) -> Any:
-    connection = store.clone() if hasattr(store, "clone") else store  # clone exists since torch 2.8
+    connection = store.clone() if hasattr(store, "clone") else store  # clone is available since torch 2.8
     return sys.modules["torch.distributed"].PrefixStore(name, connection)
 
 
@@ -67,12 +67,12 @@ class TorchCoordinator:
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group does not block. It is opened in the first call, which has a deadline."""
-        shared = self._shared  # not protected by a lock, which would stay locked if process 0 is frozen
+        """A connection that the process group does not block. It is opened by the first call, which has a deadline."""
+        shared = self._shared  # not protected by a lock, which would stay locked if process 0 froze
         if shared is not None:
             store = _prefixed("holdfast", shared)
             self._connection = store if self._is_current is None else self._of_this_start(store, self._is_current)
-            self._shared = None  # a reference would keep the server in process 0 alive after the process group's end
+            self._shared = None  # a reference would keep the server in process 0 alive after the process group ends
         return self._connection
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
@@ -117,7 +117,7 @@ class TorchCoordinator:
             wait = wait or self._start_wait(key)
             try:
                 value = wait.result(timeout)
-            except TimeoutError:  # use another connection, because the connection of the wait may be silently lost
+            except TimeoutError:  # use another connection, because the wait's connection may have been lost silently
                 if (late := self.try_get(key)) is None:
                     raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
                 self._waits.pop(key, None)
@@ -201,7 +201,7 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: where processes expect the name, and which have it
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, and processes that have it
 
 
 def _announce(
@@ -296,6 +296,6 @@ def _end_calls() -> None:
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)
-# A forked child does not have the waits and calls of its parent.
+# A forked child does not inherit the waits and calls of its parent.
 os.register_at_fork(after_in_child=_made.clear)
 os.register_at_fork(after_in_child=_calling.clear)

@@ -2,7 +2,7 @@
 
 CRC-32C (Castagnoli, RFC 3720 appendix B.4) protects all stored bytes. It is the checksum of the OCDBT format and of
 zarr's ``crc32c`` codec. zstd (RFC 8878) compresses chunks on request, and TensorStore uses it for OCDBT nodes. A
-compressed chunk is a zstd frame followed by its CRC-32C, in accordance with zarr's codecs ``[bytes, zstd, crc32c]``.
+compressed chunk is a zstd frame followed by its CRC-32C, as produced by zarr's codecs ``[bytes, zstd, crc32c]``.
 128-bit XXH3 (https://github.com/Cyan4973/xxHash) detects changes to bytes in memory, and is never stored.
 
 A varint has seven bits per byte, lowest bits first. The top bit of a byte is set if another byte follows. OCDBT stores
@@ -102,7 +102,7 @@ def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress a zstd frame to ``size`` bytes; ``memory`` is called to allocate them if the size is plausible."""
+    """Decompress a zstd frame to ``size`` bytes, which ``memory`` allocates if the size is plausible."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")
@@ -139,7 +139,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
     data = frame if isinstance(frame, bytes) else frame.data
     left = limit
     for _ in range(frames):
-        # The decompressor refuses frames that need a window of more than 128 MiB.
+        # Frames that require a window of more than 128 MiB are refused.
         decompressor = zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 27})
         while not decompressor.eof:
             try:

@@ -82,13 +82,13 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """Decodes values. Containers grow element by element, because msgpack would trust the sizes that they claim."""
+    """Decodes values. Containers grow element by element, because msgpack would trust their declared sizes."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily because few programs read msgpack
         parts = (content[start : start + _PART] for start in range(0, len(content), _PART))
         file = SimpleNamespace(read=lambda _: next(parts, b""))
-        limit = max(len(content), 1 << 32)  # maximum size of a value in bytes; the format allows no more
+        limit = max(len(content), 1 << 32)  # buffer limit in bytes; the format allows no larger values
         self._unpacker = self._msgpack.Unpacker(file, read_size=_PART, max_buffer_size=limit, ext_hook=_Extended)
         self._content = content
         self._extension = extension

@@ -30,8 +30,8 @@ MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root in an empty database
 SINGLE, _NUMBERED = 0, 1  # manifest kinds
-# Written between a leaf node and the checksums of its values in data files. Earlier versions wrote the checksums of all
-# values at the end of the node file, followed by this magic number.
+# Follows a leaf node and precedes the checksums of its values in data files. Earlier versions wrote the checksums of
+# all values at the end of the node file, followed by this magic number.
 CHECKSUMS_MAGIC = b"HfCrc32c"
 
 KEY_LIMIT = 65535  # maximum key length in bytes
@@ -40,7 +40,7 @@ PATH_LIMIT = 65535  # maximum length of a data file's path in bytes
 _MEMORY_LIMIT = 1 << 30  # default memory limit, in bytes, for the nodes and entries of a database
 _BODY_LIMIT = 256 << 20  # maximum size of a decoded body in bytes; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
-_SEARCHED = 8  # up to one in 8 keys are found by bisection; for more keys, a dictionary of all keys is faster
+_SEARCHED = 8  # up to 1/8 of the keys are looked up by bisection; for more, a dictionary of all keys is faster
 _FILES_LIMIT = 1 << 17  # maximum number of files in one table
 _TABLE_LIMIT = 4 << 20  # maximum total length of the paths in one table, in bytes
 
@@ -61,8 +61,8 @@ class Entries:
     file_ids: NDArray[np.int64]  # index into `files`; 0 if the value is inline
     offsets: NDArray[np.int64]  # offset of the value in the file, in bytes; 0 if the value is inline
     lengths: NDArray[np.int64]  # length of the value in the file, in bytes; 0 if the value is inline
-    # Expected CRC-32C of the value; -1 if it is unknown, as for inline values. holdfast writes it next to the nodes,
-    # because a checksum inside a data file does not prove that the bytes belong to the key.
+    # Expected CRC-32C of the value; -1 if it is unknown, as for inline values. holdfast writes checksums next to the
+    # nodes, because a checksum inside a data file does not prove that the bytes belong to the key.
     checksums: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Root(NamedTuple):
     """The root node of one version of a database."""
 
     height: int  # number of levels below the root
-    file: str  # the file of the root node, relative to the database's directory
+    file: str  # path of the file that contains the root node, relative to the database's directory
     base: bytes  # base path, as bytes, to which the paths in the node are relative
     offset: int  # offset of the node in the file, in bytes
     length: int  # size of the node in bytes
@@ -104,7 +104,7 @@ class Root(NamedTuple):
 
 
 class NodePlace(NamedTuple):
-    """A byte range in a file: path relative to the database's directory, offset and length in bytes."""
+    """A byte range in a file: the path relative to the database's directory, and the offset and length in bytes."""
 
     file: str
     offset: int
@@ -228,7 +228,7 @@ class Database:
             self._unread.append(_Reference(*root[:5], b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
-        self._inline: dict[bytes, bytes] = {}  # interned inline values, because many arrays have the same metadata
+        self._inline: dict[bytes, bytes] = {}  # inline values, interned because many arrays have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
         self._nodes: list[Entries] = []  # decoded leaf nodes that are not yet in `entries`
@@ -271,7 +271,7 @@ class Database:
         return sorted(positions)
 
     def _decode_nodes(self, positions: Sequence[int], read_nodes: ReadNodes) -> None:
-        """Decode the unread nodes at the given positions and replace each with its children, until an error occurs."""
+        """Decode the unread nodes at the given positions and replace each with its children, up to the first error."""
         below: dict[int, list[_Reference]] = {}
         try:
             for start in range(0, len(positions), _NODES_AT_A_TIME):
@@ -366,7 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually, all values are equal. Their sizes must be compared as well, because values may consist only of zeros.
+        # Usually, all values are equal. Sizes must be compared as well, because all values may consist of zero bytes.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:

@@ -198,7 +198,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
     counts = [np.array(column, np.int64) for column in zip(*(node[2:5] for node in nodes), strict=True)]
     lengths = np.array([len(node.frame) for node in nodes], np.int64)
     count = len(nodes)
-    # The zero bytes are the length of each child's common key prefix and the index of its file.
+    # The zero bytes are the lengths of the children's common key prefixes and the indices of their files.
     head = (bytes([height]), encode_files([node_file]), encode_varint(count))
     keys = (encode_varints(shared[1:]), encode_varints(sizes), bytes(count), text)
     columns = map(encode_varints, (np.array(offsets, np.int64), lengths, *counts))

@@ -31,7 +31,7 @@ DOCUMENT_LIMIT = 128 << 20  # maximum size in bytes of a document that is read o
 
 _RESERVED = ("format", "version", "kind", "digest")
 _READABLE = frozenset({"checkpoint"})  # kinds that are formatted for human readers; all others are compact
-_LEVELS = 4  # number of indented levels (document, items, item, files); deeper objects are written in one line
+_LEVELS = 4  # number of indented levels (document, items, item, files); deeper objects are written on one line
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _spaced = json.JSONEncoder(allow_nan=False).encode
@@ -40,8 +40,8 @@ RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's di
 PARTIAL = "checkpoint.partial"  # marks a directory with an uncommitted save; removed by the commit
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
 _LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; well within the range of date libraries
-OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by that run
-PADDED = "zero-padded_0"  # name of a folder that stops holdfast versions without support for zero-padded names
+OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
+PADDED = "zero-padded_0"  # folder that makes holdfast versions without support for zero-padded names fail
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
 WITNESS = "witness.jsonl"  # file that records the steps after a save; not listed in any commit record
@@ -51,10 +51,10 @@ WITNESS_LIMIT = 128 << 10  # maximum number of bytes read from a witness file
 ITEM = "state"  # item name in a checkpoint with a single item
 TREES = "pytree"  # kind of an item that is a pytree
 PROCESSES = "processes"  # kind of an item with one tree per process
-OWN_FOLDER = "own"  # folder, inside a tree's folder, with one tree per process
+OWN_FOLDER = "own"  # folder inside a tree's folder that contains one tree per process
 COMPONENTS = "components"  # kind of an item that consists of components, each with its own tree
-COMPONENT = "component.json"  # name of the file, in a component's tree folder, that describes the component
-GRAPH = "graph.json"  # name of the file, in a tree's folder, that describes its objects and the edges between them
+COMPONENT = "component.json"  # name of the file in a component's tree folder that describes the component
+GRAPH = "graph.json"  # name of the file in a tree's folder that describes its objects and the edges between them
 GRAPH_KIND = "graph"  # document kind of the graph file
 
 _KIND = "checkpoint"
@@ -62,7 +62,7 @@ _PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # zip files tha
 
 
 def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
-    """Encode a document; ``version`` is the oldest format version whose readers understand it."""
+    """Encode a document; ``version`` is the oldest format version whose readers understand the document."""
     taken = [name for name in _RESERVED if name in body]
     if taken:
         raise ValueError(f"the body of a document cannot have members called {', '.join(taken)}")
@@ -82,7 +82,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Encode JSON with indentation only in objects that contain objects; much faster than the `json` module."""
+    """Encode JSON, indenting only objects that contain objects. This is much faster than the `json` module."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
@@ -157,9 +157,9 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
-    # If this zip file contains the zip files of several processes, the length in bytes and the digest of each of them.
+    # The length in bytes and the digest of each member, if this zip file contains the zip files of several processes.
     members: tuple[tuple[int, int], ...] = ()
-    # If this zip file is inside another zip file, its offset in that file and the length of that file. Not stored.
+    # The offset in the enclosing zip file and the length of that file, if this zip file is inside another. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
@@ -258,14 +258,13 @@ class CheckpointRecord:
     items: Mapping[str, ItemRecord]  # items, keyed by name
     time: float  # commit time, in seconds since 1970-01-01 UTC
     step: int | None = None  # None if the checkpoint was saved without a manager
-    reason: str = ""  # why the checkpoint was saved, as a text for users
+    reason: str = ""  # why the checkpoint was saved, as text for users
     metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
-    # Folders of a checkpoint that this one has replaced; they can be removed.
+    # Folders of the checkpoint that this one replaced, which can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # Identity of the complete record if this is a summary without files, which the other processes of a joint save
-    # receive. Not stored.
+    # Identity of the complete record if this is its summary for the other processes of a joint save. Not stored.
     summarizes: str | None = field(default=None, compare=False)
 
     @property
@@ -290,7 +289,7 @@ class CheckpointRecord:
         return parts
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
-        """Return a copy of this record with additional metrics, which override existing ones of the same name."""
+        """Return a copy of this record with additional metrics, which override existing ones with the same names."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
     def summary(self) -> CheckpointRecord:

@@ -79,7 +79,7 @@ def dtype_name(dtype: DType) -> str:
 
 
 def dtype_from_name(name: str) -> DType:
-    """Return the dtype for a name that `dtype_name` returned."""
+    """Return the dtype for a name returned by `dtype_name`."""
     return _parse(name) if isinstance(name, str) else _unknown(name)
 
 
@@ -179,8 +179,8 @@ def encode_array_metadata(
 
 
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
-    """Decode a ``zarr.json`` written by `encode_array_metadata`; raise an error for any other."""
-    # Many arrays of a tree have identical metadata, so short texts are cached. Long texts would take too much memory.
+    """Decode a ``zarr.json`` written by `encode_array_metadata`; raise an error for any other document."""
+    # Many arrays in a tree have identical metadata, so short texts are cached. Caching long texts would waste memory.
     return _decode_cached(data) if len(data) <= _CACHED_LIMIT else _decode(data)
 
 

@@ -33,8 +33,8 @@ class LeafDifference:
     detail: str  # human-readable description of the difference
     differing: int = 0  # number of differing elements; 0 if not applicable
     size: int = 0  # total number of elements
-    greatest: float = math.nan  # largest absolute difference of elements; NaN if any is NaN or not a number
-    relative: float = math.nan  # ``greatest`` divided by the largest absolute value of an element
+    greatest: float = math.nan  # largest absolute difference; NaN if any difference is NaN or elements are not numbers
+    relative: float = math.nan  # ``greatest`` divided by the largest absolute value of any element
     first: tuple[int, ...] | None = None  # index of the first differing element
 
     @property
@@ -54,7 +54,7 @@ def compare_checkpoints(
     atol: float = 0.0,
     progress: Progress = NULL,
 ) -> Iterator[LeafDifference]:
-    """Yield the leaves that differ between two checkpoints, in the order of items and leaves in the first one.
+    """Yield the leaves that differ between two checkpoints, in the item and leaf order of the first one.
 
     Random generators that no step has drawn from are not compared, because they differ between runs unless the program
     seeds them.
@@ -260,7 +260,7 @@ def leaf_statistics(
 ) -> Iterator[LeafStatistics]:
     """Yield statistics of each numeric leaf, in tree order.
 
-    Small leaves are read in batches, and each larger leaf is read in parts.
+    Small leaves are read in batches, and larger leaves are read in parts.
 
     Sums are computed in float64. Means and deviations of an array's parts are merged as in Chan, Golub and LeVeque,
     "Algorithms for computing the sample variance" (1983). Complex elements are replaced by their absolute values.

@@ -1,8 +1,8 @@
 """Finds the checkpoint or the directory of steps that a path refers to, written by holdfast or another library.
 
-All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote, or else the steps
-that another library wrote. ``engine/steps.py`` defines the rules for holdfast's steps. For another library, its format
-defines which steps belong together, and the newest is the step that the writer recorded as such, or else the highest.
+All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote or, if there are
+none, those of another library. ``engine/steps.py`` defines the rules for holdfast's steps. For other libraries, the
+format defines which steps belong together; the newest is the one that the writer recorded as such, or the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
 below, the only code in the engine that names packages built on it. The module is imported only when a name in a
@@ -69,7 +69,7 @@ class FoundSteps(NamedTuple):
         noted: int | None = None,
         metadata: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> FoundSteps:
-        """Return another library's steps, given their locations and the step that the writer noted as the newest."""
+        """Return another library's steps, given their locations and the step that the writer recorded as the newest."""
         entries = {step: StepEntry(step, location) for step, location in sorted(steps.items())}
         return cls(format, tuple(entries.values()), None if noted is None else entries[noted], metadata)
 
@@ -78,7 +78,7 @@ class FoundSteps(NamedTuple):
         return self.format == NATIVE
 
     def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step, or with ``whole`` the newest step whose commit record is intact."""
+        """Return the newest step or, with ``whole``, the newest step whose commit record is intact."""
         return self.noted or newest_step(self.entries, whole=whole)
 
     def step(self, step: int) -> StepEntry | None:
@@ -92,7 +92,7 @@ class FoundSteps(NamedTuple):
         return entries[0] if entries else None
 
     def by_step(self) -> dict[int, StepEntry]:
-        """Return the entries by step, in ascending order; raise OptionError if a step exists in several series."""
+        """Return the entries keyed by step in ascending order; raise OptionError if a step exists in several series."""
         steps = sorted({entry.step for entry in self.entries})
         return {step: entry for step in steps if (entry := self.step(step))}
 
@@ -101,9 +101,9 @@ class _Entry(NamedTuple):
     """A row in the table of formats."""
 
     module: str  # name of the module in ``integrations/formats``
-    inside: tuple[str, ...] = ()  # patterns of names in a directory that may be a checkpoint
-    files: tuple[str, ...] = ()  # patterns of names of files that may be checkpoints
-    steps: tuple[str, ...] = ()  # patterns of names in a directory that may be a run with steps
+    inside: tuple[str, ...] = ()  # patterns for names in a directory that may be a checkpoint
+    files: tuple[str, ...] = ()  # patterns for names of files that may be checkpoints
+    steps: tuple[str, ...] = ()  # patterns for names in a directory that may be a run with steps
     function: str = "recognise"
 
 
@@ -117,7 +117,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # Files of TensorFlow before 0.12, for which the module raises an error that names their format.
+    # Files from TensorFlow versions before 0.12, for which the module raises an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
@@ -154,7 +154,7 @@ def _module(entry: _Entry) -> ModuleType:
 
 
 def find_steps(location: Location) -> FoundSteps:
-    """Return the steps that holdfast wrote to a directory, or else the steps of another library."""
+    """Return the steps that holdfast wrote to a directory or, if there are none, those of another library."""
     if location.exists() and not location.is_directory():
         with location.open_data() as file:
             content = left_by_download(file) or "a file of no supported format; checkpoints are directories"
@@ -185,13 +185,13 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Raise CheckpointExistsError if a directory only has other runs' steps; return whether it has none of this run."""
+    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
     # If this run has ``begun``, the files may have been written by another callback of the program, such as Lightning's
-    # ModelCheckpoint. Single checkpoints of hf.save or graphs do not count as runs.
+    # ModelCheckpoint. Single checkpoints written by hf.save or for graphs do not count as runs.
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # Checkpoints of hf.save have no reason, and those of Checkpoint.save are pinned. Neither belongs to a run.
+    # Checkpoints written by hf.save have no reason, and those by Checkpoint.save are pinned. Neither belongs to a run.
     steps = [
         entry
         for entry in all_steps.entries
@@ -259,7 +259,7 @@ def find_step(location: Location, step: int | None) -> StepEntry:
 
 
 def _part_of(location: Location) -> str:
-    """Return a text that names the checkpoint containing this item or per-process tree, or "" for other paths."""
+    """Return text naming the checkpoint that contains this item or per-process tree, or "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():
@@ -274,7 +274,7 @@ def is_run(location: Location) -> bool:
 
 
 def is_foreign(location: Location) -> bool:
-    """Return whether a path is another library's checkpoint, even a damaged one, and not a checkpoint of holdfast."""
+    """Return whether a path is another library's checkpoint, even a damaged one, and not a holdfast checkpoint."""
     if is_ours(location):
         return False
     try:

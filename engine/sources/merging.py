@@ -62,7 +62,7 @@ def _joined(tree: Any, other: Any, path: str) -> Any:
 
 
 class MergedTree(TreeSource):
-    """A tree of leaves from several trees; ``picks`` has the index of the tree and the position in it for each leaf."""
+    """A tree of leaves from several trees; ``picks`` holds each leaf's tree index and its position in that tree."""
 
     def __init__(self, trees: Sequence[TreeSource], picks: Sequence[tuple[int, int]], tree: TreeDocument) -> None:
         self.location = trees[0].location

@@ -1,4 +1,4 @@
-"""Opens the checkpoint at a path, written by holdfast or another library."""
+"""Opens the checkpoint at a path, whether it was written by holdfast or by another library."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder and files of an item; the latest item is cached, possibly with its zip file in memory."""
+        """Return the folder and files of an item; the most recent item is cached, possibly with its zip file."""
         if self._opened is None or self._opened[0] != item:
             self._opened = None
             saved = self.parts[item]
@@ -145,7 +145,7 @@ def open_at(location: Location) -> CheckpointSource:
     """Open the checkpoint at a location returned by :func:`find_checkpoint`."""
     if has_record(location):
         return NativeCheckpoint(location)
-    return recognise(location) or NativeCheckpoint(location)  # which raises an error about the missing record
+    return recognise(location) or NativeCheckpoint(location)  # raises an error about the missing record
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
@@ -166,7 +166,7 @@ def _nbytes(entry: StepEntry) -> int:
 
 
 def described_steps(location: Location) -> FoundSteps:
-    """Return another library's steps with commit records that a manager can use; return no steps for a holdfast run."""
+    """Return another library's steps, each with a commit record for a manager; for a holdfast run, return none."""
     steps = find_steps(location)
     if steps.is_native:
         return FoundSteps()

@@ -55,7 +55,7 @@ class OpenCheckpoint:
         return sum(opened.bytes_read for opened in self._trees)
 
     def close(self) -> None:
-        """Close the checkpoint. Its handles can no longer read, but arrays that were read remain valid."""
+        """Close the checkpoint. Its handles can no longer read, but arrays already read remain valid."""
         for opened in self._trees:
             opened.close()
 
@@ -76,7 +76,7 @@ class OpenCheckpoint:
 
 
 class _Address(NamedTuple):
-    """The address of a tree, with which another process can open it to read from a pickled handle."""
+    """The address of a tree, which lets another process open the tree to read from a pickled handle."""
 
     location: Location  # location of the checkpoint
     item: str  # name of the item
@@ -102,12 +102,12 @@ class _OpenTree:
         return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
-        """Release the tree's memory and files, even if there are handles to it."""
+        """Release the tree's memory and files, even if handles to it still exist."""
         self._bytes_read = self.bytes_read
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return the checkpoint and its tree, or raise an error because the leaf cannot be ``action`` when closed."""
+        """Return the checkpoint and its tree; if closed, raise an error saying that the leaf cannot be ``action``."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "
@@ -129,7 +129,7 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
-        # Files of other libraries do not show whether they belong to the same checkpoint.
+        # Files of other libraries do not show which checkpoint they belong to, so check that none was replaced.
         now = _identities(tree) if self._files else {}
         if any(now.get(path, mark) != mark for path, mark in self._files.items()):
             raise _replaced(checkpoint.location, checkpoint.format)
@@ -371,12 +371,12 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
 
     Returns:
         A context manager that returns the tree: the saved containers, with an :class:`ArrayHandle` in place of each
-        array. Without ``with``, use its attribute ``tree``, and call its method ``close`` at the end.
+        array. Without ``with``, use its ``tree`` attribute, and call its ``close`` method at the end.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or it has no such item.
-        DamagedCheckpointError: The index or another small file fails its checks. Handles raise this error for chunks
-            that they read.
+        DamagedCheckpointError: The index or another small file fails its checks. Handles raise this error for damaged
+            chunks.
         TreeMismatchError: A pattern does not match any leaf.
     """
 
@@ -388,7 +388,7 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
 
 
 def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, Any]) -> Any:
-    """Load the elements that ``parts`` selects from leaves by pattern; the index ``...`` selects a whole leaf."""
+    """Load the elements selected by ``parts``, which maps leaf patterns to indexes; ``...`` selects whole leaves."""
     name = source.only_tree(item)
     tree = source.selected_tree(name, list(parts))
     indexes = {}

@@ -20,7 +20,7 @@ _logger = logging.getLogger("holdfast")
 
 TREE = "pytree"  # kind of items that are trees of arrays
 JSON = "json"  # kind of items that are JSON documents
-METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics, and are read only if they are named
+METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics, and are read only if named
 
 
 class CheckpointSource(Protocol):
@@ -57,7 +57,7 @@ class CheckpointSource(Protocol):
         raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
 
     def files(self, item: str) -> Mapping[str, FileRecord] | None:
-        """Return the files of an item by path in its folder, or None if the format does not record them."""
+        """Return the files of an item, keyed by path in its folder, or None if the format does not record them."""
         return None
 
     def check_item(self, item: str | None) -> None:
@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested tree or the only tree; an error about several trees ends with ``how``."""
+        """Return the name of the requested or only tree; the error for several trees ends with ``how``."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
@@ -85,7 +85,7 @@ class CheckpointSource(Protocol):
     def load(
         self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
     ) -> Any:
-        """Load an item; the options are those of :func:`~holdfast.load`, and only apply to trees."""
+        """Load an item; the options are those of :func:`~holdfast.load`, and apply only to trees."""
         kind = self.items[item]
         if kind != TREE:
             if kind in (JSON, METRICS) and (like is not None or select is not None):
@@ -99,7 +99,7 @@ class CheckpointSource(Protocol):
         return PyTreeCheckpointHandler().restore(folder, like, select=select, cast=cast, subset=subset, **source)
 
     def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
-        """Return the folder of a tree, and the keyword arguments with which its handler must restore it."""
+        """Return the folder of a tree, and the keyword arguments with which its handler restores the tree."""
         return self.location, {"source": self.tree(item)}
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
@@ -116,7 +116,7 @@ class CheckpointSource(Protocol):
         return tree
 
     def items_to_load(self) -> list[str]:
-        """Return the items to load if none is named, which are trees and JSON by default."""
+        """Return the items to load if none is named, by default all trees and JSON documents."""
         wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
         if not wanted:
             raise OptionError(

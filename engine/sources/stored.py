@@ -1,4 +1,4 @@
-"""Trees in files of other libraries, whose containers are built from the key paths of leaves.
+"""Trees in files of other libraries, with containers built from the key paths of the leaves.
 
 Arrays are stored contiguously or in parts, and only requested leaves are read.
 """
@@ -111,7 +111,7 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
 
 
 def rooted(source: TreeSource, root: str | None) -> TreeSource:
-    """Return the subtree in a container of a tree, such as ``model``."""
+    """Return the subtree in the container ``root`` of a tree, such as ``model``."""
     if root is None:
         return source
     prefix = f"{root.strip('/')}/"
@@ -174,7 +174,7 @@ class StoredPart:
     strides: tuple[int, ...] | None = None  # stride along each axis, in elements; None for C order without gaps
     # A function that compares the bytes with a checksum, or None if the file has no checksum of exactly these bytes.
     is_intact: Callable[[Bytes], bool] | None = None
-    # A function to apply to the elements after reading, such as a conjugation, or None.
+    # A function to apply to the elements after reading, such as complex conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
     # A function that decodes the bytes to elements, for example by decompression, or None if they are plain elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
@@ -307,7 +307,7 @@ class OtherTree(TreeSource):
 
 
 class StoredTree(OtherTree):
-    """A tree whose leaves are arrays in files, plain values or unreadable."""
+    """A tree of arrays in files, plain values and unreadable leaves."""
 
     def __init__(
         self,
@@ -448,7 +448,7 @@ class FetchedTree(OtherTree):
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
-        """Open the file and yield a function that reads an array by name, or only a box of it if this is supported."""
+        """Open the file and yield a function that reads an array by name, or just a box of it if supported."""
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
@@ -463,7 +463,7 @@ class FetchedTree(OtherTree):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
                 raw = array.dtype.kind == "V"  # the file format does not support this dtype
-                # Do not copy the array, which the library has just allocated, because that would double the memory.
+                # Do not copy the array, which the library has just allocated, because that would double the memory use.
                 arrays.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return arrays
 
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Return the description of a value, and the source of its data, or None if the description contains the value."""
+    """Return the description of a value and the source of its data, which is None if the description has the value."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):

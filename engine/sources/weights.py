@@ -25,21 +25,21 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # descriptions of values with another form in the checkpoint
+    kept: dict[str, str] = field(default_factory=dict)  # descriptions of values whose counterparts do not fit
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
-    moved: dict[str, str] = field(default_factory=dict)  # from paths in the program to paths in the checkpoint
+    moved: dict[str, str] = field(default_factory=dict)  # paths in the checkpoint, keyed by path in the program
     left: list[str] = field(default_factory=list)  # values found only in the checkpoint
 
     def missing(self, paths: Iterable[str]) -> None:
-        """Record values that are missing from the checkpoint, except values that it has in another form."""
+        """Record values that are missing from the checkpoint, except those whose counterparts do not fit."""
         self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
-        """Record a value that has another form in the checkpoint."""
+        """Record a value whose counterpart in the checkpoint does not fit."""
         self.kept[path] = difference(path, expected, found) + more
 
     def surplus(self, paths: Iterable[str]) -> None:
-        """Record values that are only in the checkpoint, except values that the program has in another form."""
+        """Record values that are only in the checkpoint, except those that do not fit their counterparts."""
         self.left += [path for path in paths if path not in self.kept]
 
     def check(self, what: str) -> None:
@@ -83,7 +83,7 @@ def load_weights(
 ) -> Weights:
     """Load a model's weights from any checkpoint that holdfast can read.
 
-    Names are compared with their keys joined by dots, and a module's ``layers.0.weight`` therefore equals the nested
+    Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` matches the nested
     ``layers/0/weight``. The weights may be the whole checkpoint, or be in a container such as ``params`` or
     ``state_dict``. If ``misfits`` is given, weights that do not fit are added to it and keep the template's values.
     """
@@ -125,7 +125,7 @@ def load_fitting(
 ) -> tuple[Any, list[SavedLeaf]]:
     """Load the saved leaves that fit the leaves of a template; all other leaves keep the template's values.
 
-    ``pairs`` has the names of corresponding leaves in the checkpoint and the template. Differences are added to
+    ``pairs`` lists the names of corresponding leaves in the checkpoint and the template. Differences are added to
     ``misfits``. Return the whole tree and the leaves that were read; raise TreeMismatchError if no leaf fits.
     """
     leaves = {leaf.name: leaf for leaf in source.leaves}
@@ -158,7 +158,7 @@ def load_fitting(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], str, TreeSource]]:
-    """Yield the rank and path of each container of a tree, and its leaves under the names of the template."""
+    """Yield the rank and path of each candidate container in a tree, and its leaves, named as in the template."""
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # Prefer containers that share many names with the template, and in a tie those with few other names.
+            # Prefer containers that share many names with the template, and, in a tie, those with few other names.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)

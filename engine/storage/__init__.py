@@ -1,4 +1,4 @@
-"""The storage layer: paths and URLs, small objects, bulk data files, file locks and threads."""
+"""The storage layer: locations, small objects, bulk data files, file locks and thread parallelism."""
 
 import lazy_loader
 

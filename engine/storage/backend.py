@@ -17,7 +17,7 @@ class Entry(NamedTuple):
 
     name: str  # last path segment
     is_directory: bool  # also True for a symlink to a directory
-    # Length in bytes; None for directories, broken symlinks, and stores whose listings contain no sizes.
+    # Length in bytes; None for directories and broken symlinks, and in stores whose listings contain no sizes.
     size: int | None = None
     links: int = 1  # number of hard links to the file; deleting the last one frees its space
     identity: tuple[int, int] | None = None  # shared by all hard links to a file; None if not looked up
@@ -28,10 +28,10 @@ class Segment(NamedTuple):
 
     offset: int  # offset in the file in bytes, a multiple of 4096
     size: int  # length in bytes
-    # Called once, in one thread. Yields one-dimensional uint8 arrays, preferably of at most 1 MiB each and ``size``
-    # bytes in total. Each array is copied or sent before the next one is requested.
+    # Called once, in one thread. Yields one-dimensional uint8 arrays that add up to ``size`` bytes, preferably of at
+    # most 1 MiB each. Each array is copied or sent before the next one is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    lasting: bool = False  # whether the parts stay unchanged until the file is written, so they need no copy
+    lasting: bool = False  # whether the parts stay unchanged until the file is written, so that no copy is needed
 
 
 class DataFile(NamedTuple):
@@ -46,7 +46,7 @@ class FileIdentity(NamedTuple):
     inode: int
     size: int  # bytes
     modified: int  # nanoseconds
-    changed: int  # nanoseconds; also updated when links or permissions change, and cannot be set by programs
+    changed: int  # nanoseconds; also updated when links or permissions change, and not settable by programs
 
 
 class DataReader(Protocol):
@@ -62,7 +62,7 @@ class DataReader(Protocol):
         Args:
             offset: Start of the range, in bytes.
             length: Number of bytes to read.
-            buffer: A reusable buffer to read into, if the caller copies the bytes; None allocates new memory.
+            buffer: A reusable buffer to read into, for callers that copy the bytes; if None, memory is allocated.
 
         Returns:
             A one-dimensional uint8 array of ``length`` bytes. If a buffer is given, the array is a view of it.
@@ -81,7 +81,7 @@ class DataReader(Protocol):
         return False
 
     def close(self) -> None:
-        """Close the file. Arrays that have been read from it remain valid."""
+        """Close the file. Arrays returned by :meth:`read` remain valid."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """Memory for bulk transfers: page-aligned, private, and backed by huge pages if available.
 
-The first access to new memory causes a page fault for each page. With 4 KiB pages, this takes about a second per
-gigabyte, several times as long as the disk transfer. Huge pages reduce it to less than a tenth.
+The first access to each page of new memory causes a page fault. With 4 KiB pages, the faults take about a second per
+gigabyte, several times as long as the disk transfer. Huge pages reduce this time to less than a tenth.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
     memory = np.frombuffer(mapping, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages is slower, but works
+        with contextlib.suppress(OSError):  # kernels without huge pages are slower, but work
             mapping.madvise(mmap.MADV_HUGEPAGE, start, huge)
     return memory[start : start + nbytes]
 
@@ -55,7 +55,7 @@ class Buffer:
         self._memory = aligned_empty(nbytes)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return ``nbytes`` bytes of the buffer. Later calls may return the same memory."""
+        """Return a view of ``nbytes`` bytes of the buffer. Later calls may return the same memory."""
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]

@@ -1,6 +1,6 @@
-"""S3, Google Cloud Storage and Azure Blob Storage through obstore (the extras ``s3``, ``gcs`` and ``azure``).
+"""Access to S3, Google Cloud Storage and Azure Blob Storage through obstore (extras ``s3``, ``gcs`` and ``azure``).
 
-Requests run on an event loop in a background thread, so that Ctrl-C can interrupt the wait for a request and cancel
+Requests run on an event loop in a background thread, so that Ctrl-C can cancel a request while the caller waits for
 it. obstore's blocking calls do not react to signals.
 """
 
@@ -50,7 +50,7 @@ _logger = logging.getLogger("holdfast")
 _NEVER = datetime.timedelta(days=1)  # effectively no timeout in obstore; holdfast sets a time limit for each request
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 2}
 
-SINGLE_REQUEST_BYTES = 128 << 20  # maximum size in bytes of a file that is uploaded in one request instead of blocks
+SINGLE_REQUEST_BYTES = 128 << 20  # maximum size in bytes of a file uploaded in one request rather than in blocks
 BLOCK_BYTES = 8 << 20  # minimum block size in bytes
 _BLOCKS = 3  # number of blocks uploaded concurrently
 _MOST_BLOCKS = 10_000  # maximum number of blocks per object in S3 and Google Cloud Storage
@@ -66,7 +66,7 @@ _UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the servic
 
 _lock = Lock()
 _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one event loop, with the PID of its process
-_conditional: dict[str, bool] = {}  # whether services honour conditional writes, keyed by service address
+_conditional: dict[str, bool] = {}  # whether each service honours conditional writes, keyed by address
 
 
 def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
@@ -118,7 +118,7 @@ class CloudBackend(ObjectStoreBackend):
         return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Open an obstore store with the HTTP client options ``client``. If ``once`` is set, it does not retry."""
+        """Open an obstore store with the HTTP client options ``client``. With ``once``, the store does not retry."""
         raise NotImplementedError
 
     # ---- reads
@@ -158,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes already in the first one
+            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes filled in the first one
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -206,7 +206,7 @@ class CloudBackend(ObjectStoreBackend):
 
         names += self._ask(key, "list", below)
         exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
-        # A response from a proxy looks like the end of a listing, so retry if it is empty or ends with a full page.
+        # A proxy's response may look like the end, so retry if the listing is empty or ends with a full page.
         if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
@@ -224,7 +224,7 @@ class CloudBackend(ObjectStoreBackend):
             "write",
             lambda store: store.put_async(key, body, use_multipart=False, **options),
             size,
-            attempts=1 if options else GARBLED,  # not retried, because success invalidates the condition
+            attempts=1 if options else GARBLED,  # not retried, because a successful write invalidates the condition
         )
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -258,7 +258,7 @@ class CloudBackend(ObjectStoreBackend):
             upload.add_done_callback(lambda _: wanted.put(None))
             with contextlib.suppress(queue.Empty):
                 while (answer := wanted.get(timeout=time_limit(0))) is not None:
-                    # The part is copied because several are in flight, and the next one may reuse its memory.
+                    # The part is copied because several are in flight at once, and the next one may reuse its memory.
                     part = next((part.tobytes() for part in parts if part.size), None)
                     loop.call_soon_threadsafe(_answer, answer, part)
 
@@ -318,7 +318,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Test each service once by creating an object twice; if it ignores conditions, it rewrites the same data.
+        # Test each service once, by creating an object twice. A service that ignores conditions rewrites the same data.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:
@@ -424,7 +424,7 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return the metadata of a response; raise ValueError if it lacks an ETag, because a proxy may have sent it."""
+    """Return the metadata of a response; raise ValueError if there is no ETag, because a proxy may have responded."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta

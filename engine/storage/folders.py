@@ -41,12 +41,12 @@ class FolderInMemory(ObjectStoreBackend):
 
 
 def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
-    """Return an in-memory folder that reads and writes ``files``; its error messages refer to ``location``."""
+    """Return an in-memory folder backed by ``files``; its error messages refer to ``location``."""
     return Location(FolderInMemory(location.url, files), "")
 
 
 class ScatteredFiles(ObjectStoreBackend):
-    """A read-only folder with files on several hosts; ``sizes`` maps the file paths to sizes in bytes."""
+    """A read-only folder whose files are on several hosts; ``sizes`` maps each file path to its size in bytes."""
 
     def __init__(self, name: str, sizes: Mapping[str, int], open_file: Callable[[str], DataReader]) -> None:
         super().__init__(name, is_remote=False)

@@ -1,6 +1,6 @@
 """Access through fsspec (the extra ``fsspec``) to all other URL schemes and to pyarrow file systems.
 
-When a file system is opened, a warning lists the guarantees that it cannot give; see docs/object_stores.md.
+When a file system is opened, a warning lists the guarantees that it does not provide; see docs/object_stores.md.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 _UNCACHED = {"skip_instance_cache": True}  # each backend gets its own connections
 
-# Unsupported schemes: those that refer to another address, and read-only ones.
+# Unsupported schemes: read-only ones, and those that refer to another address.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
-# Object stores, which replace an object atomically.
+# Object stores, which replace objects atomically.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
 _REPLACING = frozenset({"sftp", "ssh"})  # file systems whose rename replaces an existing file atomically
 # File systems with an atomic rename that never replaces an existing file.
@@ -67,7 +67,7 @@ class _TimedOutError(Exception):
     """A timeout raised by the file system's library, as opposed to holdfast's own time limit."""
 
 
-_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program has passed, keyed by URL scheme
+_given: dict[str, FsspecBackend] = {}  # backends of file systems passed by the program, keyed by URL scheme
 _given_lock = Lock()
 
 
@@ -165,7 +165,7 @@ def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
-    except Exception:  # A file system that cannot be pickled has no description.
+    except Exception:  # file systems that cannot be pickled have no description
         return uuid.uuid4().hex[:8], f"{id(filesystem)} {prefix}"
     if secrets:
         return uuid.uuid4().hex[:8], description
@@ -340,7 +340,7 @@ class FsspecBackend(ObjectStoreBackend):
         return sorted(self._walk(key))
 
     def _walk(self, key: str) -> Iterator[str]:
-        """Yield the keys of all files at or below a key. Unlike fsspec's find and walk, raise errors from listings."""
+        """Yield the keys of all files at or below a key. Unlike fsspec's find and walk, do not hide errors."""
         folders = [key]
         while folders:
             folder = folders.pop()
@@ -423,7 +423,7 @@ class FsspecBackend(ObjectStoreBackend):
         return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
 
     def _hidden(self, text: str) -> str:
-        """Mask all secrets from the file system's options that occur in a text."""
+        """Mask every secret from the file system's options that occurs in a text."""
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
@@ -468,7 +468,7 @@ def _says_gone(error: Exception) -> bool:
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the secrets in options: all values under a secret name, and the passwords in URLs."""
+    """Yield the secrets in options: all values of options with secret names, and the passwords in URLs."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)

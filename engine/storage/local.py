@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which TensorStore also hides in its own listings
 
-TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary files of atomic writes; a crash may leave one behind
+TEMPORARY_PREFIX = ".holdfast-"  # prefix of temporary files for atomic writes; a crash may leave one behind
 
-THREADS = 8  # threads that write one file, including the calling thread
+THREADS = 8  # number of threads that write one file, including the calling thread
 
-# Number of writer threads while a training loop runs. Two reach most of the speed, and more would slow the loop down.
+# Number of writer threads while a training loop runs. A few achieve most of the speed without slowing the loop down.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread collects for each write
@@ -55,12 +55,12 @@ _SYNCS = 6  # maximum number of files and directories synced concurrently
 _SYNCS_OF_THREAD = 32  # files and directories per sync thread
 _REMOVALS = 100  # maximum attempts to remove a tree while other processes modify it
 
-_AWAY = "move it away"  # advice if the path of one of our files leads to something that is not a regular file
+_AWAY = "move it away"  # advice if something other than a regular file is at the path of one of our files
 _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
 _WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # starts writeback, so the final sync has less to write
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # only on macOS, where fsync(2) does not flush the drive
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS only; its fsync(2) does not flush the drive cache
 _blocks = BlockPool(BLOCK, THREADS)
 
 
@@ -235,13 +235,13 @@ class LocalBackend:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
-        except NotImplementedError:  # this system would follow a symlink and link its target
+        except NotImplementedError:  # raised on systems that would link the target of a symlink
             raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
                 raise
             return self._cloned(key, target, expected, refusal)
-        # The file may have been replaced in the meantime, or the file system may have copied instead of linking it.
+        # The file may have been replaced in the meantime, or the file system may have copied rather than linked it.
         if self.identity(target)[:3] != expected[:3]:
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
@@ -250,7 +250,7 @@ class LocalBackend:
         return self.identity(target)
 
     def _cloned(self, source: str, target: str, expected: FileIdentity, refusal: OSError) -> FileIdentity:
-        """Make a durable clone of a file; if the file system cannot, raise ``refusal``, the error of the hard link."""
+        """Clone a file durably. If the file system cannot clone it, raise ``refusal``, the error from the hard link."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -277,7 +277,7 @@ class LocalBackend:
 
 
 class LocalDataReader(DataReader):
-    """A reader for one data file on a local file system; ``Location.open_data`` documents ``cached``."""
+    """A reader for one data file on a local file system. See ``Location.open_data`` for ``cached``."""
 
     def __init__(self, path: str, *, cached: bool | None) -> None:
         self._path = path
@@ -357,7 +357,7 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Sync a file. With ``drive``, which commit records need, also flush the cache of the drive on macOS."""
+    """Sync a file. With ``drive``, which commit records require, also flush the drive's cache on macOS."""
     if drive and _FULL_SYNC is not None:
         with contextlib.suppress(OSError):  # some file systems, such as network file systems, do not support this
             fcntl.fcntl(descriptor, _FULL_SYNC)
@@ -450,7 +450,7 @@ def _write_segment(descriptor: int, stop: threading.Event, cached: bool, segment
 
 
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
-    """Collect the parts of a segment in a block and yield it whenever it is full; pad the last one to whole pages."""
+    """Collect the parts of a segment in a block and yield it whenever it is full; pad the last block to whole pages."""
     filled, remaining = 0, segment.size
     for part in segment.parts():
         if stop.is_set():

@@ -159,7 +159,7 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
             return open_cloud(Azure, address[0]), address[1]
     from .fsspec_store import open_fsspec
 
-    if "+" in scheme:  # the scheme of a file system that the program has passed
+    if "+" in scheme:  # the scheme of a file system passed by the program
         authority, inside = "", path
     elif "@" in inside and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password with slashes, not a port
         authority, inside = path, ""
@@ -170,7 +170,7 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
 
 
 def sync_all(locations: Sequence[Location]) -> None:
-    """Sync local files and directories to disk. Objects in a store are skipped, because they are durable already."""
+    """Sync local files and directories to disk. Objects in a store are skipped, because they are already durable."""
     local.sync_all([os.fspath(location) for location in locations if location.is_local])
 
 
@@ -183,8 +183,8 @@ class Location:
     """A file, object or directory on a local disk or in an object store. Use ``as_location`` to create one.
 
     Locations are immutable, comparable and hashable, and they need not exist. Methods raise only errors from
-    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods that have
-    the same name as in ``pathlib`` support handlers written for local paths, and raise the same errors as there.
+    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods named after
+    those of ``pathlib.Path`` support handlers written for local paths, and raise the same errors.
 
     In a rehearsal (``holdfast drill``), methods that modify data raise StateError unless the location was returned by
     ``as_location(place, writes=True)``.
@@ -345,7 +345,7 @@ class Location:
         errors: str | None = None,
         newline: str | None = None,
     ) -> IO[Any]:
-        """Open the file or object. An object is buffered in memory and uploaded when it is closed.
+        """Open the file or object. An object is buffered in memory and uploaded when the file is closed.
 
         Text is encoded in UTF-8 unless another encoding is given.
         """
@@ -359,14 +359,14 @@ class Location:
         return open(self._key, mode, buffering, **text)  # type: ignore[call-overload,no-any-return]
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
-        """Return the content as text, in UTF-8 unless another encoding is given."""
+        """Return the content as text, decoded as UTF-8 unless another encoding is given."""
         with self.open(encoding=encoding, errors=errors) as file:
             return str(file.read())
 
     def write_text(
         self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
     ) -> int:
-        """Write text, in UTF-8 unless another encoding is given; return the number of characters written."""
+        """Write text, encoded as UTF-8 unless another encoding is given; return the number of characters written."""
         with self.open("w", encoding=encoding, errors=errors, newline=newline) as file:
             return int(file.write(data))
 
@@ -393,7 +393,7 @@ class Location:
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return the entries of this directory except lock files, sorted by name; an empty list if it is missing."""
+        """Return the entries of this directory except lock files, sorted by name, or an empty list if it is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
@@ -401,7 +401,7 @@ class Location:
 
         Args:
             limit: The maximum number of bytes to accept; None for no limit.
-            size: The expected length, if known. Passing it saves a request to an object store; no more bytes are read.
+            size: The expected length, if known. Passing it saves a request to an object store, and limits the read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -432,7 +432,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether this has exactly ``size`` bytes. The content is read only if the store reports no sizes.
+        """Return whether the length is exactly ``size`` bytes. The content is read only if the store reports no sizes.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -477,7 +477,7 @@ class Location:
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object if its content is ``expected``. A write between check and deletion is lost."""
+        """Delete a small object if its content is ``expected``. A write between the check and the deletion is lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
@@ -518,7 +518,7 @@ class Location:
         self._writing().remove(self._key)
 
     def remove_tree(self, last: str | None = None, *, first: str | None = None) -> None:
-        """Delete this directory and everything in it if it exists. Symlinks are deleted, not followed.
+        """Delete this directory, if it exists, and everything in it. Symlinks are deleted, not followed.
 
         In a snapshot of an object store, only the listed objects are deleted.
 
@@ -550,7 +550,7 @@ class Location:
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write bulk data files below this directory, each in the same way as :meth:`write_data`.
+        """Write bulk data files below this directory, each as :meth:`write_data` does.
 
         On a disk, all threads write one file at a time. In an object store, several files are uploaded at once.
 

@@ -33,7 +33,7 @@ class FileLock:
         self._file = file
         self._close: weakref.finalize[..., FileLock] | None = None
         self.descriptor: int | None = None  # descriptor of the open file
-        self.obstacle: OSError | None = None  # the error that occurred if the file system cannot lock the file
+        self.obstacle: OSError | None = None  # the error raised by the system if it cannot lock the file
 
     def acquire(self, flags: int) -> None:
         """Open and lock the file. If the file system does not support locks, the file stays open but unlocked.
@@ -67,7 +67,7 @@ class FileLock:
                 if self.descriptor is None:
                     return False
                 locked, named = os.fstat(self.descriptor), os.stat(self._file)
-                # On NFS, where locks may be local to a host, inode numbers may be reused, so times are compared too.
+                # On NFS, locks may be local to a host and inode numbers may be reused, so times are also compared.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False

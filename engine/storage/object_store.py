@@ -41,7 +41,7 @@ T_co = TypeVar("T_co", covariant=True)
 RETRIES = 8  # maximum retries per request; if the service stays unreachable, they take about two minutes
 # Seconds after which a request fails even if the client would still retry, because a service may never respond.
 REQUEST_TIMEOUT = 300.0
-WARN_AFTER = 20.0  # seconds after which a warning names a request that is still waiting
+WARN_AFTER = 20.0  # seconds after which a warning is logged about a pending request
 SLOWEST = 64 << 10  # bytes per second; the time limit grows by the transfer time at this speed
 # Offsets beyond this number of bytes are first checked against the object's size, because no object is that large.
 _LONGEST_RANGE = 1 << 50
@@ -50,7 +50,7 @@ UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an 
 
 _TOGETHER = 1000  # maximum number of objects that one request can delete
 _SMALL = 64 << 10  # number of bytes to request first if the length of an object is unknown
-_TRUSTED = 256 << 20  # maximum bytes allocated for a range before the store has confirmed the object's size
+_TRUSTED = 256 << 20  # maximum number of bytes allocated for a range before the store has confirmed the object's size
 
 BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object, because objects are recognised by name
 
@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key; ``itself`` adds the key. Other names with its prefix may appear."""
+        """Return the sorted names below a key (with ``itself``, also the key). Others with its prefix may appear."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -179,7 +179,7 @@ class ObjectStoreBackend:
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # if settings cannot be read, the error itself says so
+        with contextlib.suppress(Exception):  # unreadable settings are reported by the error itself
             return self.advice(kind)
         return ""
 
@@ -237,7 +237,7 @@ class ObjectStoreBackend:
             content, generation = self.read_generation(key)
             if content != expected:
                 return content == data
-        # If the response to a successful write is lost, its retry is refused, so the content is compared as well.
+        # If the response to a successful write is lost, the retry is refused, so the content is compared as well.
         return self.write_where(key, data, generation) or self.read_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
@@ -324,7 +324,7 @@ class ObjectStoreBackend:
         return type(error)(f"{error}{advice}") if advice else error
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
-        """Return a copy of this store with a frozen listing below a key, which always includes ``known``."""
+        """Return a copy of this store with a frozen listing of the objects below a key, always including ``known``."""
         frozen = copy.copy(self)
         frozen._listing = None
         prefix = f"{key}/" if key else ""
@@ -390,7 +390,7 @@ class ObjectReader(DataReader):
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
         if self._whole is not None or self._missing is not None:
             return False
-        # Later reads wait for the response to the first one, because the service may still hash or fetch the object.
+        # Later reads wait for the response to the first one, because the service may still be hashing or fetching it.
         if not self._first.acquire(blocking=False):
             self._answered.wait(REQUEST_TIMEOUT)
         try:

@@ -36,9 +36,9 @@ _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
 _AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of account names
 _AZURE_SERVICES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
-"""Matches the uppercase names of variables that select the service, but not of those that hold keys or tokens."""
+"""Matches the uppercase names of variables that select the service, but not of variables that hold keys or tokens."""
 _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
-"""Matches the uppercase names of variables with credentials for obstore; without any, azure-identity is used."""
+"""Matches the uppercase names of variables with credentials for obstore; if none is set, azure-identity is used."""
 
 
 class CredentialsError(ValueError):
@@ -68,7 +68,7 @@ class S3(CloudBackend):
         config: dict[str, Any] = {
             "region": region,
             "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
-            "disable_bulk_delete": not once,  # some services lack bulk deletion, so it is only tried with a fallback
+            "disable_bulk_delete": not once,  # only callers with a fallback use it, because some services lack it
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")

@@ -41,7 +41,7 @@ _UNREADABLE = frozenset(
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
     if hasattr(errno, name)  # some systems do not define all of them
 )
-"""Error numbers that mean a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
+"""Error numbers that indicate a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
 _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 """Error numbers raised when one of our files is opened, replaced or removed, but the path is not a regular file."""
@@ -88,7 +88,7 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"StorageFull|QuotaExceeded|http_response_code='507'", StorageFullError),
     (r"PermanentRedirect|http_response_code='30[178]'", InvalidLocationError),
 )
-"""Patterns of messages whose meaning differs from the status that TensorStore reports."""
+"""Patterns for messages whose meaning differs from the status that TensorStore reports."""
 
 _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"credential provider: \w*(Transport|Connect)\w*Error|login service", StorageUnavailableError),
@@ -109,7 +109,7 @@ _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"status code: 30\d", InvalidLocationError),
     (r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ ", StorageUnavailableError),
 )
-"""Patterns of errors for which obstore has no class. The first four take precedence over the class that it reports."""
+"""Patterns for errors for which obstore has no class. The first four take precedence over the class that it reports."""
 
 _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
     "FileNotFoundError": ObjectNotFoundError,
@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError if a value is invalid in an HTTP header, because clients would abort the process."""
+    """Raise StoragePermissionError if a value is invalid in an HTTP header, which makes clients abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} holds a character that no header can have, perhaps a line "
