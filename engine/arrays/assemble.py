@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a stored chunk; return its values and an error or "". ``indexed`` is its indexed checksum, or -1."""
+        """Verify a chunk; return its values and an error or "". ``indexed`` is its checksum in the index or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes that can be views of the buffer of a chunk: contiguous runs that jointly cover most of it."""
+        """Return the boxes that can be views of a chunk's buffer: contiguous runs that jointly cover most of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()

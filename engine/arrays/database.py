@@ -98,7 +98,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of each array, None if its name is unknown. Equal metadata usually shares one object."""
+        """Return each array's metadata, None if it does not exist. Equal metadata is usually one shared object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline

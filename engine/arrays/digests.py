@@ -24,7 +24,7 @@ INDEX = "d/index"
 TREE = "tree.json"
 TREE_KIND = "tree"
 
-# Alignment of chunks in data files, in bytes. It is the size of a cache line, and XLA requires it for zero-copy.
+# Alignment of chunks in data files, in bytes: the size of a cache line, which XLA requires for zero-copy host memory.
 CHUNK_ALIGNMENT = 64
 CHECKSUM_BYTES = 4  # size of the crc32c at the end of every chunk
 

@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Report chunks that overlap or do not lie within their files; return all others. This bounds the bytes read."""
+    """Report chunks that overlap or exceed their files; return all others, which bounds the number of bytes read."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -92,7 +92,7 @@ class Extent(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """Provides memory into which chunks are received without a copy; chunks are identified by table row."""
+    """Provides memory into which chunks are received without a copy; chunks are identified by their table row."""
 
     find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, or None
     filled: Callable[[int, Bytes, Bytes], None]  # called with the filled memory and the rest of the chunk

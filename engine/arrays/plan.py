@@ -134,7 +134,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[int, ...]:
-    """Return the greatest common divisor of the part boundaries along each axis; 0 for an axis without any."""
+    """Return the greatest common divisor of the part boundaries along each axis; 0 if an axis has no boundaries."""
     if parts is None or not shape or 0 in shape:
         return (0,) * len(shape)
     boxes = [part.box for part in parts if 0 not in part.shape]

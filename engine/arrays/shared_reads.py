@@ -173,7 +173,7 @@ class SharedReads:
         self._timeout = timeout
         self._always = always
         self._call = 0
-        self._awaited: str | None = "plan"  # topic for which the others wait for this process; None if they do not
+        self._awaited: str | None = "plan"  # topic of the message that the others await from this process, or None
 
     def fail(self, error: BaseException) -> None:
         """Report the failure to the other processes, which may be waiting for this one. Never raises."""

@@ -151,7 +151,7 @@ class KnownTree:
     """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
-    refuses any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
+    rejects any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
     the buffer, may be limited to the chunks that this process writes.
     """
 

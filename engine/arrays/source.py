@@ -91,7 +91,7 @@ class TreeSource(Protocol):
     variables: NamedVariables | None = None
     # The files of the tree, if its location may contain unrelated files; None if everything there belongs to the tree.
     files_read: Sequence[Location] | None = None
-    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
+    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if all leaves are present
 
     def external(self) -> dict[str, int]:
         """Return a dict from leaf name to position in the saved tree, for leaves that only a type handler can read."""
@@ -271,7 +271,7 @@ class AggregateHandler(abc.ABC):
 
     @abc.abstractmethod
     def deserialize(self, content: bytes) -> Mapping[str, NDArray[Any]]:
-        """Read the file.
+        """Decode the content of the file.
 
         Args:
             content: The bytes from :meth:`serialize`. They match their digest, but may come from an untrusted source,

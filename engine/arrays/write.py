@@ -32,7 +32,7 @@ from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
 _WORTH = 64 << 10  # bytes per leaf; copying fewer bytes is cheaper than determining which process writes them
-_ARRAYS = {"numpy", "jax", "torch", "key"}  # the leaf kinds that are arrays
+_ARRAYS = {"numpy", "jax", "torch", "key"}  # leaf kinds that are arrays
 _LEAF_BYTES = 256  # approximate size of a leaf's entries in the index and ``tree.json``, in bytes
 _SHOWN = 60  # maximum number of characters of a value in error messages
 _NAME_LIMIT = 60_000  # bytes; leaves room for the chunk numbers that index keys append to a name
@@ -101,7 +101,7 @@ class TreeWriter:
     ) -> None:
         self.plan = plan or TreePlan()
         self.when_written: Callable[[], None] | None = None  # called after this process has written its share
-        self._fragment: Fragment | None = None  # this process's fragment, if it saves alone
+        self._fragment: Fragment | None = None  # this process's fragment, if it is the only process
         self._tree = tree
         self._reuse = reuse
         self._layout = layout

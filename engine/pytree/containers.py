@@ -126,7 +126,7 @@ def is_nnx(value: object) -> bool:
 
 
 class NnxObjects:
-    """The nnx objects in a tree. A variable shared by several is stored with the first one and shared again on loading."""
+    """The nnx objects in a tree. A shared variable is stored with its first object, and is shared again after loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -174,7 +174,7 @@ def _with_functions(treedef: Any, children: list[Any]) -> Any:
 
 
 def _entry_key(entry: Any) -> Any:
-    names = ("key", "name", "idx")  # attributes of DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
+    names = ("key", "name", "idx")  # attributes of DictKey and FlattenedIndexKey, of GetAttrKey, and of SequenceKey
     return next((getattr(entry, name) for name in names if hasattr(entry, name)), str(entry))
 
 

@@ -114,7 +114,7 @@ def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str
     for name, leaf in named:
         for array in _on_host(leaf) if leaf.details["kind"] == "jax" else ():
             low, high = _bounds(array)
-            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # last one to begin before this one ends
+            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # last array to start before this one ends
             if low < high and last >= 0 and changing[last][1] > low:
                 shared[name] = changing[last][2]
     return list(shared.items())

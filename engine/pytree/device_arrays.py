@@ -44,7 +44,7 @@ FIRST_BYTES = 256 << 20  # bytes covered by the first wait; this doubles with ev
 class DeviceArray:
     """An array on an accelerator, which takes the place of a host array until a snapshot copies it.
 
-    The tensor's elements have the size of ``dtype``. The tensor has neither a gradient nor a conjugate bit.
+    The elements of the tensor have the item size of ``dtype``. The tensor has neither a gradient nor a conjugate bit.
     """
 
     __slots__ = ("dtype", "shape", "tensor")
@@ -130,7 +130,7 @@ class PinnedMemory:
         self._by_address: list[tuple[int, Any]] = []  # (address, block), sorted by address
         self._block = 0  # index of the block being filled
         self._offset = 0
-        self._needed = 0  # bytes of this snapshot still to be placed
+        self._needed = 0  # bytes of the current snapshot that have yet to be placed
         self._streams: dict[Any, Any] = {}
         self._last = Arrival()
 
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Return the free bytes in the current block, or in the next one if that is too full; 0 if no block is left."""
+        """Advance to the first block with enough room; return its free bytes, or 0 if no block is left."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0

@@ -37,7 +37,7 @@ class TreeDocument(NamedTuple):
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
-        """Return the tree with only the chosen leaves, without containers that become empty."""
+        """Return the tree with only the chosen leaves, dropping containers that become empty."""
         if self.structure is None:
             return self
         return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
@@ -91,7 +91,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return a document with only the leaves that match patterns, and their positions in the tree.
 
-    All other leaves are skipped without creating objects for them. A pattern that matches no leaf is an error.
+    All other leaves are skipped without creating objects for them. Every pattern must match at least one leaf.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:

@@ -132,7 +132,7 @@ class _ShardingInfo(NamedTuple):
     details: Details
     weak_details: Details  # leaf details of weakly typed arrays with this sharding
     whole: bool  # whether a single device of this process holds the whole array
-    local: bool  # whether all devices belong to this process; every process then holds the same array
+    local: bool  # whether all devices belong to this process; if so, every process holds the same array
 
     def details_of(self, value: Any) -> Details:
         return self.weak_details if value.weak_type else self.details
@@ -199,7 +199,7 @@ class HostCopies:
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not self._arrays:  # jax may not have been imported
+        if not self._arrays:  # in this case, jax may not have been imported
             return []
         with jax.transfer_guard("allow"):
             if not pinned:

@@ -34,7 +34,7 @@ STATIC = "static"  # kind of functions in jax-registered objects, stored by name
 PLACEHOLDER = "placeholder"  # kind of leaves that another library saved by name only; their value is ``...``
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of leaves without data
 
-_LANDMARKS = {  # modules that `loaded` finds, each with a name that it defines only once it is fully imported
+_LANDMARKS = {  # modules that `loaded` finds, each with a name that exists only after a complete import
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -68,7 +68,7 @@ class _Framework:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # looked up by code that inspects arbitrary objects
+        if name.startswith("__"):  # such names are looked up by code that inspects arbitrary objects
             raise AttributeError(name)
         value = getattr(sys.modules.get(self._name) or required(self._name), name)
         if not isinstance(value, types.FunctionType):  # functions are not cached, because a program may patch them

@@ -160,7 +160,7 @@ class PathFilter:
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:
-    """Return, for each name, whether it matches the patterns; a pattern that matches no name is an error."""
+    """Return, for each name, whether it matches the patterns; raise TreeMismatchError if a pattern matches no name."""
     paths = [name.split(".") for name in names]
     chosen = PathFilter(select)
     chosen.check(paths)
@@ -185,7 +185,7 @@ class Pattern:
         return self._label
 
     def after(self, positions: Collection[int], key: str) -> set[int]:
-        """Return the positions reached after a path key; a key that contains dots is also matched split at them."""
+        """Return the positions reached after a path key; a key that contains dots is also matched part by part."""
         reached = self._after(positions, key)
         if "." in key:
             for part in key.split("."):

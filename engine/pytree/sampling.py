@@ -40,7 +40,7 @@ class _Group(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples of several leaves; they may still be in transfer to the host."""
+    """Samples of several leaves, which may still be in transfer to the host."""
 
     count: int  # number of leaves, including unreadable ones
     _groups: list[_Group] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Steady:
     """Tensors that stayed in the same memory between two samples, so that all of them can be checked at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """``views`` contains the tensors among ``count`` leaves that are checked together, keyed by position."""
+        """``views`` contains the views of the tensors, keyed by position among ``count`` leaves."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -175,7 +175,7 @@ class Sampler:
                 # Read in C order, because a restored leaf may have a different memory order.
                 is_other = position < len(leaves) and not leaf.flags.c_contiguous
                 _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
-            elif kind == "number":  # longer integers would become object arrays
+            elif kind == "number":  # integers of more than 63 bits would become object arrays
                 is_long = isinstance(leaf, int) and leaf.bit_length() > 63
                 _add_array(runs, position, np.asarray(hash(leaf) if is_long else leaf))
         kept = {position: view for position, view in views.items() if view.part is not None}
@@ -386,7 +386,7 @@ def size_of(leaf: Any) -> int:
 
 
 def full_sum(leaf: Any) -> Any:
-    """Return the sum of the bit patterns of all elements as an int, tensor or jax array; None if impossible."""
+    """Return the sum of all elements' bit patterns as an int, tensor or jax array; None if it cannot be computed."""
     if is_torch_tensor(leaf):
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -52,7 +52,7 @@ class LeafTemplate:
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
-    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of their data); None if the kind suffices
+    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of the key data); None if the kind suffices
     dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind suffices
     leaf: Any  # the template's own leaf; None without a template
     variant: str | None = None  # see `Saved.variant`
@@ -194,7 +194,7 @@ def _number_of(leaf: LeafTemplate | Saved) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRequest:
-    """The properties of one leaf that the caller wants to differ from the saved leaf or from its template."""
+    """The properties in which the caller wants a leaf to differ from the saved leaf or from its template."""
 
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
     # None lets the template decide.
@@ -237,7 +237,7 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Apply a request to the saved leaf; used if there is no template, or if it has no array for the leaf."""
+    """Return a template that applies a request to the saved leaf, for leaves without an array in the template."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
@@ -295,7 +295,7 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # fresh state has the same types, the program is unchanged, and every leaf is restored as it was saved: as an array or a
 # number, weakly typed or not, with its dtype and shape. If the types differ, the program has changed.
 
-_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # compared by kind, dtype and shape; other kinds only by kind
+_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # leaves of these kinds are also compared by dtype and shape
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be rebuilt without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
@@ -325,7 +325,7 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit treats both types alike, such as a Python float and a weakly typed scalar."""
+        """True if jit treats both types alike: a numpy and a jax array, for example, or a float and a weak scalar."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property

@@ -209,7 +209,7 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
         import ml_dtypes  # imported lazily, because most programs without torch do not need it
 
         is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
-        # Torch has no operations for all other dtypes, such as sub-byte integers and packed numbers; they become bytes.
+        # Torch has no operations for any other dtypes, such as sub-byte integers, so these are stored as bytes.
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
         variant = None if is_number else name
     details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
@@ -230,7 +230,7 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
 def is_small(value: Any) -> bool:
-    """True if `copy_tensors` can copy this tensor, which `TorchDescriber.describe` has already described."""
+    """True if `copy_tensors` can copy this tensor, given that `TorchDescriber.describe` has accepted it."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
@@ -330,7 +330,7 @@ def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
 def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
-    """Create a tensor like a template from its `local_boxes` or the whole array; CPU tensors share its memory."""
+    """Create a tensor like a template from its `local_boxes` or the whole array, on the CPU usually without a copy."""
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
@@ -443,7 +443,7 @@ class DTensorSharding(NamedTuple):
     shape: tuple[int, ...]  # shape of the whole array
 
     def intervals(self, process: int) -> list[list[Interval]] | None:
-        """Return the index ranges that a process holds along each axis, in memory order; None outside the mesh."""
+        """Return a process's index ranges along each axis, in memory order; None if the process is not in the mesh."""
         coordinates = self.mesh.coordinates.get(process)
         if coordinates is None:
             return None

@@ -102,7 +102,7 @@ def apply_transformations(
 
     Raises:
         OptionError: An entry is not a `Transform`, matches no key of the new tree, or refers to a missing group.
-        TreeMismatchError: Some keys have no value, or one whose structure does not fit; the error names all such keys.
+        TreeMismatchError: A key has no value, or a value whose structure does not fit; the error names all such keys.
 
     >>> renamed = {"x": Transform(original_key="b/c")}
     >>> apply_transformations({"a": 1, "b": {"c": 2}}, renamed, {"a": ..., "x": ..., "y": 5})
@@ -260,7 +260,7 @@ class _Planner:
         return self._taken(path, match.source, value, match)
 
     def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
-        """Find a leaf's source in the original tree; only one tree may have the ``value`` keys of nnx variables."""
+        """Find a leaf's source in the original tree, even if only one tree has the ``value`` keys of nnx variables."""
         part, below = self._original.get(path), self._original.get(f"{path}/value")
         if part is None and path.endswith("/value"):
             above = self._original.get(path.removesuffix("/value"))
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``; its key matches ``target``, which is ``path`` or above it."""
+    """Return a rule's match for the leaf at ``path``; its key matches ``target``, a path at or above ``path``."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)

@@ -74,7 +74,7 @@ class _Way:
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that the state lacks
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that does not exist in the state
 
 
 class _Route:
