@@ -126,7 +126,7 @@ def is_nnx(value: object) -> bool:
 
 
 class NnxObjects:
-    """The nnx objects in a tree. A shared variable is stored with its first object, and is shared again after loading."""
+    """The nnx objects in a tree. A shared variable is stored with its first object and shared again after loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []

@@ -197,7 +197,7 @@ class KnownLeaves:
                 (kind == "array" and not copied)
                 or (kind == "tensor" and not (copied and is_small(value)))
                 or (kind == "jax" and not is_whole(value.sharding))
-                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # beyond 64 bits
+                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # int beyond 64 bits
             )
             groups["other" if is_alone else kind].append(position)
         # Numpy arrays; small host tensors; single-device jax arrays; numbers and None; all others.

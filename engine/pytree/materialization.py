@@ -253,7 +253,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """True if, without a template, the array that was read is the leaf itself."""
+    """True if the array that was read can be returned unchanged when there is no template."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 

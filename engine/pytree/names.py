@@ -88,7 +88,7 @@ def split(name: str) -> list[str]:
 
 
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module")
-"""Attributes in which torch wrappers keep a module: DDP, ``torch.compile``, Fabric and activation checkpointing."""
+"""Attributes in which torch wrappers (DDP, ``torch.compile``, Fabric, activation checkpointing) keep a module."""
 
 _WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?:\.|%2E))+")
 
