@@ -46,7 +46,7 @@ class ChunkDecoder:
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # True if the array is a view of the buffer into which its single chunk is read (zero-copy).
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
-        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if decoded together with other small arrays
+        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if decoded with other small arrays
         self.key = b"/c" + b"/0" * len(metadata.shape)  # the key of the only chunk is the array's name plus this suffix
 
     def length_problem(self, length: int) -> str:

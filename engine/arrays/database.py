@@ -111,7 +111,7 @@ class ArrayDatabase:
         return list(map(decoded.__getitem__, texts))
 
     def _entries(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
-        """Return the index entries in the given key ranges; if the index is large, read only the nodes that contain them."""
+        """Return the index entries in the given key ranges; of a large index, read only the nodes that contain them."""
         record = self._record(INDEX)
         if self._complete or not count:
             return self._index.entries

@@ -65,7 +65,7 @@ class Layout:
         segment_bytes: Number of bytes that a writer thread writes at a time.
         data_file_bytes: Maximum size of a data file, in bytes. Only a file with a single chunk may be larger.
         upload_bytes: Maximum size, in bytes, of a data file in an object store, and of a data file on disk if the run
-            has a mirror in an object store. Up to eight data files are held in memory and uploaded at a time.
+            has a mirror in an object store. Each file is one upload; up to eight are held in memory and sent at a time.
         compression: zstd level for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
             which is fastest and costs little space, because parameters and optimizer state hardly shrink.
     """

@@ -177,7 +177,7 @@ class WrittenSteps:
         chunks: ChunkIds,  # the chunks that this process must write
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
-        """Link files of earlier steps that contain unchanged chunks; return the linked files and the chunks to write."""
+        """Link files of earlier steps that contain unchanged chunks; return these files and the chunks to write."""
         if self._pending is None:  # the first group of the save
             self._pending = _WrittenStep(folder)
             self._before, self._seen = self._seen, {}

@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Advance to the first block with enough room; return its free bytes, or 0 if no block is left."""
+        """Advance to the first block with room for (part of) the bytes; return its free bytes, 0 if none is left."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
