@@ -1,4 +1,4 @@
-"""Plan, write, read and load the folder in which a pytree is stored."""
+"""Plan, write and read the folder in which a pytree is stored, and load the pytree from it."""
 
 import lazy_loader
 

@@ -25,8 +25,8 @@ COPY = 256 << 10
 
 _SMALL = 8 << 10  # bytes; only arrays up to this size share a memory block
 _INCOMPRESSIBLE = 1 << 10  # zstd may enlarge an incompressible chunk by 1/128 of its size plus this many bytes
-_BLOCK = 64 << 10  # bytes per memory block for small arrays, each of which keeps its whole block alive
-_LARGE_BLOCK = 2 << 20  # bytes per block if there are many small arrays; one huge page is cheaper than 32 blocks
+_BLOCK = 64 << 10  # bytes per memory block for small arrays; any array in a block keeps the whole block alive
+_LARGE_BLOCK = 2 << 20  # bytes per block for many small arrays; one huge page is cheaper than 32 small blocks
 _MOST_AXES = 32  # maximum number of axes in numpy 1
 _WASTE = 256  # maximum gap in bytes between two small arrays that share a block
 
@@ -42,21 +42,21 @@ class ChunkDecoder:
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # a single chunk whose stored size is known
+        self.lone = self.spec.chunks == 1 and not self.compressed  # True for a single chunk of known stored size
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
-        # Zero-copy: the read buffer of the single chunk becomes the array.
+        # True if the array is a view of the buffer into which its single chunk is read (zero-copy).
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
-        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # decoded together with other small arrays
+        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if decoded with other small arrays
         self.key = b"/c" + b"/0" * len(metadata.shape)  # the key of the only chunk is the array's name plus this suffix
 
     def length_problem(self, length: int) -> str:
-        """Return an error message if a stored chunk has the wrong length, or ""."""
+        """Return an error message if a stored chunk has the wrong length; otherwise, return ""."""
         if length == self.stored_bytes or (self.compressed and CHECKSUM_BYTES < length < self.stored_bytes):
             return ""
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a stored chunk; return its values and an error or "". ``indexed`` is its index checksum, or -1."""
+        """Verify a chunk; return its values and an error or "". ``indexed`` is its checksum in the index or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -67,7 +67,7 @@ class ChunkDecoder:
             return values, f"cannot be decompressed: {error}"
 
     def checksum_problem(self, values: Bytes, checksum: Bytes, indexed: int) -> str:
-        """Compare a chunk's checksum with the stored and the indexed checksum; return an error message, or ""."""
+        """Compare a chunk's computed checksum with the stored and indexed checksums; return an error message or ""."""
         computed, expected = crc32c(values), checksum_after(checksum.tobytes())
         if computed != expected:
             return f"has crc32c {computed:08x}, expected {expected:08x}"
@@ -128,7 +128,7 @@ class Assembly:
         self._arrays: list[NDArray[Any] | None] = [None] * count
         self._damaged: set[int] = set()
         self._lock = Lock()
-        self._scratch = ThreadBuffer()  # decompression buffer, from which chunks are copied
+        self._scratch = ThreadBuffer()  # decompression buffer; its content is copied into the arrays
 
     @property
     def wants_everything(self) -> bool:
@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes that can be views of a chunk's buffer: contiguous runs that together cover most of it."""
+        """Return the boxes that can be views of a chunk's buffer: contiguous runs that jointly cover most of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -179,7 +179,7 @@ class Assembly:
         self._damaged.add(array)
 
     def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False, indexed: int = -1) -> str:
-        """Verify a chunk and copy it into its array; return an error message if it is damaged, or ""."""
+        """Verify a chunk and copy it into its array; return an error message, or "" if the chunk is intact."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         adopters = self._adopters(array, chunk) if kept or decoder.compressed else ()
         memory = _fresh_memory if decoder.compressed and adopters else self._scratch.view
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset of a box in the memory of an outer box, in elements; None if it is not contiguous there."""
+    """Return the offset, in elements, of a box in the memory of an outer box; None if it is not contiguous there."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape
@@ -283,7 +283,7 @@ def _small_arrays(
     keep: bool,
 ) -> tuple[Integers, list[NDArray[Any]]]:
     """Verify chunks that each hold one small array; return the indices of the valid chunks, and their arrays."""
-    # Vectorized, because a Python loop over ten thousand small arrays would take too long.
+    # This is vectorized, because a Python loop over ten thousand small arrays would take too long.
     sizes = np.array([decoder.spec.chunk_nbytes for decoder in decoders], np.int64)[decoder_ids]
     stops = starts + sizes
     expected = _elements_at(data, stops, np.dtype("<u4"))

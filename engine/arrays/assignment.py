@@ -46,7 +46,7 @@ def _positions_by_id(ids: NDArray[Any], count: int) -> list[Integers]:
 def replica_groups(
     shape: tuple[int, ...], chunks: tuple[int, ...], parts: Sequence[Part], processes: int
 ) -> ReplicaGroups:
-    """Return the holders of each chunk of an array; raise ValueError if its parts do not cover it exactly once."""
+    """Return the holders of each chunk of an array; raise ValueError if the parts do not cover it exactly once."""
     parts = [part for part in parts if 0 not in part.shape]
     spec, limits = ArraySpec(shape, chunks, 1), whole(shape)
     of_chunk = np.full(spec.grid, -1, np.int32)
@@ -99,7 +99,7 @@ def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
 
 @dataclass(slots=True, eq=False)
 class _ChunkBatch:
-    """The chunks of an array class that the same group of processes holds, ordered by array."""
+    """The chunks of an array class that are held by the same group of processes, ordered by array."""
 
     array_class: ArrayClass
     numbers: Integers  # chunk numbers, the same for every array
@@ -170,7 +170,7 @@ class ChunkAssignment:
             self._loads[members[group]] = loads
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
-        """Return the ideal number of bytes for each holder in each group, as if chunks could be split anywhere."""
+        """Return the ideal number of bytes for each holder in each group, as if chunks could be split at any byte."""
         # Groups can overlap, like the rows and columns of a mesh. In each round, every group in turn assigns its bytes
         # to its least loaded holders, which converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
@@ -190,7 +190,7 @@ class ChunkAssignment:
 
 
 def _level(loads: Integers, nbytes: int) -> int:
-    """Return the level to which ``nbytes`` raise the smallest loads (water-filling)."""
+    """Return the level that the smallest loads reach when ``nbytes`` bytes are spread over them (water-filling)."""
     ordered = np.sort(loads)
     # Raising the first k loads to the next load takes k times the next load, minus the sum of the first k loads.
     below = np.cumsum(ordered)
@@ -200,7 +200,7 @@ def _level(loads: Integers, nbytes: int) -> int:
 
 
 def _even_counts(loads: Integers, count: int, nbytes: int) -> Integers:
-    """Return the number of equally large chunks for each holder that makes the loads as even as possible."""
+    """Return how many equally large chunks to assign to each holder to make the loads as even as possible."""
     counts = np.maximum(_level(loads, count * nbytes) - loads, 0) // nbytes
     left = count - int(counts.sum())
     while left > 0:

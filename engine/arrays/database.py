@@ -42,12 +42,12 @@ from .source import Problem
 _WHOLE = 2 * NODE_LIMIT  # bytes; an index up to this size is always read as a whole
 _MANY = 8  # after 1/8 of the index has been read in parts, the whole index is read
 _READS = 16  # number of nodes to read concurrently from an object store
-_INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; ten million chunks take about 200 MB
+_INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; the index of ten million chunks takes about 200 MB
 
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Prefix content errors with the location and ``about``; without ``about``, skip errors that name the location."""
+    """Add the location and ``about`` to content errors; without ``about``, keep errors that name the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -57,7 +57,7 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """A folder of named arrays, opened for reading; ``limit`` is the maximum size of documents except the index."""
+    """A folder of named arrays, opened for reading. Documents other than the index may have at most ``limit`` bytes."""
 
     def __init__(
         self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
@@ -98,7 +98,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of arrays, or None for unknown names. Equal metadata is usually a shared object."""
+        """Return each array's metadata, None if it does not exist. Equal metadata is usually one shared object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -111,7 +111,7 @@ class ArrayDatabase:
         return list(map(decoded.__getitem__, texts))
 
     def _entries(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
-        """Return the index entries in the given key ranges; only the needed nodes of a large index are read."""
+        """Return the index entries in the given key ranges; of a large index, read only the nodes that contain them."""
         record = self._record(INDEX)
         if self._complete or not count:
             return self._index.entries
@@ -161,7 +161,7 @@ class ArrayDatabase:
             return self._index.entries
 
     def _read_node(self, node: NodePlace) -> bytes:
-        """Read a node from a file without a digest in the commit record, or from a folder without a commit record."""
+        """Read a node of a file that has no digest in the commit record, or of a folder that has no commit record."""
         path, offset, length = node
         with self._open(path) as file, required(self._location / path):
             length = min(length, max(0, file.size - offset))
@@ -234,7 +234,7 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return the size of a data file, or an upper bound in an object store, which reports sizes only on reading."""
+        """Return a data file's size; in an object store, which reports sizes only on reading, return an upper bound."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
@@ -271,7 +271,7 @@ class ArrayDatabase:
 
 
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
-    """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on its other readers."""
+    """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on other readers."""
     if assembly.keep and nbytes < PAGE:
         return True  # direct I/O would read a whole page; verification (without ``keep``) must still bypass the cache
     # If several processes on this machine read all arrays, the cache lets them read the disk only once. Processes that
@@ -292,7 +292,7 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
     table[:, 3] = assembly.column(lambda decoder: decoder.adopted and assembly.keep, bool)[arrays]
     sizes = assembly.column(lambda decoder: decoder.stored_bytes)[arrays]
     good = table[:, 0] >= 0
-    good[good] = entries.lengths[table[good, 0]] == sizes[good]  # inline values have length 0
+    good[good] = entries.lengths[table[good, 0]] == sizes[good]  # excludes inline values, which have length 0
     lone[:] = False
     lone[arrays[good]] = True
     return table[good], np.flatnonzero(~lone).tolist()

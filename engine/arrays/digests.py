@@ -24,7 +24,7 @@ INDEX = "d/index"
 TREE = "tree.json"
 TREE_KIND = "tree"
 
-# Alignment of chunks in data files, in bytes. It equals a cache line, and XLA requires it for zero-copy host memory.
+# Alignment of chunks in data files, in bytes: the size of a cache line, which XLA requires for zero-copy host memory.
 CHUNK_ALIGNMENT = 64
 CHECKSUM_BYTES = 4  # size of the crc32c at the end of every chunk
 
@@ -68,7 +68,7 @@ def is_missing(file: Location) -> str:
 
 @contextlib.contextmanager
 def required(file: Location) -> Iterator[None]:
-    """Report a missing file as damage. File systems detect it on opening, object stores only on reading."""
+    """Report a missing file as damage; file systems raise an error on opening it, object stores only on reading it."""
     try:
         with unreadable_as_damage(file):
             yield
@@ -131,7 +131,7 @@ class FileCheck(NamedTuple):
     record: FileRecord
     offsets: Integers = _NO_CHUNKS  # offsets of the chunks in bytes, ascending
     lengths: Integers = _NO_CHUNKS  # sizes of the chunks in bytes
-    checksums: Integers = _NO_CHUNKS  # checksums of the chunks in the index; -1 if missing
+    checksums: Integers = _NO_CHUNKS  # checksums of the chunks, as listed in the index; -1 if missing
 
     def covers(self, other: FileCheck) -> bool:
         """Return True if this file contains all chunks of `other`, which the same save wrote under the same name."""
@@ -145,7 +145,7 @@ class FileCheck(NamedTuple):
     def spans(self, alignment: int, least: int) -> list[tuple[int, int]]:
         """Split the file into spans of at least ``least`` bytes, at chunk offsets divisible by ``alignment``."""
         if self.record.crc32c is not None:
-            return [(0, self.record.size)]  # the digest needs all bytes in order
+            return [(0, self.record.size)]  # a digest can only be computed over all bytes in order
         cuts = [0]
         for offset in self.offsets[self.offsets % alignment == 0].tolist():
             if offset - cuts[-1] >= least:

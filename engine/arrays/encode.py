@@ -1,7 +1,7 @@
 """Encode arrays in host memory as the bytes of data files.
 
 Chunks and checksums are produced in pieces that are small enough to stay in the CPU cache. Compressed chunks are laid
-out after compression, because their sizes are unknown before.
+out after compression, because their sizes are not known until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEP = 1 << 20  # bytes of small chunks to join into one piece
 _PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
-_FILES = 2  # number of such files that are compressed or written, and thus held in memory, at a time
+_FILES = 2  # number of such files compressed or written at a time, and thus held in memory
 _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
@@ -40,7 +40,7 @@ Digests = dict[tuple[int, int], bytes | None]
 class Source(NamedTuple):
     spec: ArraySpec
     dtype: np.dtype[np.generic]  # stored dtype, little endian
-    # Host arrays that together cover exactly what this process writes; chunks of another dtype are cast.
+    # Host arrays that together cover exactly the elements that this process writes; other dtypes are cast.
     pieces: Sequence[Piece]
     name: str = ""  # the leaf's name, for errors
 

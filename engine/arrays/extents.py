@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Return the chunks that lie within their files without overlap, which bounds the bytes read; report the others."""
+    """Report chunks that overlap or exceed their files; return all others, which bounds the number of bytes read."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -72,12 +72,12 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 _THREADS = 4
 _BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
-COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied, whose buffer is reused
+COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied out of a reused buffer
 _FEW = 32  # extents; a single thread that reads more than this many would mostly wait
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to process than to read
 LOCAL_GAP = 4 << 10  # bytes (one disk page); a gap between chunks up to this size is cheaper to read than to skip
 REMOTE_GAP = 1 << 20  # the same for object stores; transferring this much takes about as long as starting a request
-FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of the memory that is kept
+FOREIGN = 16  # a read buffer kept alive by views of it may consist of at most 1/16 gaps and copied chunks
 
 
 class Extent(NamedTuple):
@@ -92,7 +92,7 @@ class Extent(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """Provides memory into which chunks are received without a copy; chunks are given by row in the chunk table."""
+    """Provides memory into which chunks are received without a copy; chunks are identified by their table row."""
 
     find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, or None
     filled: Callable[[int, Bytes, Bytes], None]  # called with the filled memory and the rest of the chunk
@@ -164,9 +164,9 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into extents that are read at once, with few unused bytes in memory that is kept."""
+    """Group sorted chunks into extents that are read at once; kept buffers contain few bytes that no view uses."""
     current: Extent | None = None
-    kept = 0  # kept bytes in the current extent
+    kept = 0  # bytes of kept chunks in the current extent
     for run in _runs(chunks, gap):
         run_kept = run.length if run.kept else 0
         if current is not None:

@@ -32,12 +32,12 @@ _LIMIT = 8 << 30  # bytes
 class Fragment(NamedTuple):
     process: int
     processes: int  # number of processes
-    token: str  # 8 hex digits that prefix the names of its data files; the same on every process
+    token: str  # 8 hex digits that prefix the names of the data files; the same on every process
     digest: str  # digest of `description`; empty on process 0, which compares all other digests with its own
-    sizes: Sequence[int]  # size of each of its data files in bytes
-    # Paths of the files shared with earlier saves, which come last in `sizes`. All other files are named by number.
+    sizes: Sequence[int]  # size of each data file in bytes
+    # Paths of files shared with earlier saves; these files come last in `sizes`. All other files are named by number.
     shared: Sequence[str]
-    description: str  # one line per leaf of its tree; empty on process 0
+    description: str  # one line per leaf of the tree; empty on process 0
     chunks: Integers  # global chunk numbers, in the order of the chunks in the files
     files: Integers  # index of each chunk's data file
     offsets: Integers  # start of each chunk in its file
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return an error that lists all leaves in which two processes differ; ``lines`` describes the tree of each."""
+    """Return an error that lists all leaves in which two processes differ; ``lines`` contains both descriptions."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -29,7 +29,7 @@ class ArraySpec:
         object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
 
     def chunk_box(self, number: int, *, full: bool = False) -> Box:
-        """Return the box of a chunk, clipped to the array's shape unless ``full``."""
+        """Return the box of a chunk, clipped to the array's shape unless ``full`` is set."""
         position = np.unravel_index(number, self.grid) if self.grid else ()
         start = tuple([int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)])
         box = Box.at(start, self.chunk_shape)

@@ -108,7 +108,7 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary; entries with a template are read as by :func:`load_tree`, and all others as saved."""
+    """Read a dictionary; :func:`load_tree` reads the entries with a template, and all others are read as saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and a dict from leaf name to mismatch, if any."""
+    """Return the containers and leaf templates of a resumed state, and any mismatches, keyed by leaf name."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -168,7 +168,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Return the saved names of a template's leaves, which may differ in dots within keys and in module wrappers."""
+    """Return the saved name of each template leaf; the two may differ in dots within keys and in module wrappers."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
@@ -216,7 +216,7 @@ def with_optimizer_states(template: Any, source: TreeSource) -> Any:
 
 
 def _with_states(value: Any, keys: tuple[Any, ...], saved: Callable[[], Any]) -> Any:
-    """Fill the empty optimizer states within a value; its counterpart in the saved tree is at ``keys``."""
+    """Fill the empty optimizer states in a value whose counterpart in the saved tree is at ``keys``."""
     if type(value) not in (dict, list, tuple):
         return value
     is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
@@ -244,7 +244,7 @@ def _tensor_template(leaf: SavedLeaf) -> Any:
 def _requested(
     source: TreeSource, leaves: Sequence[SavedLeaf], requests: Mapping[str, LeafRequest]
 ) -> list[LeafTemplate | None]:
-    """Convert requests to leaf templates if there is no template; one error lists all requests that do not fit."""
+    """Convert the request for each leaf to a template; raise one error that lists all unsatisfiable requests."""
     if not requests:
         return [None] * len(leaves)
     targets = [
@@ -267,7 +267,7 @@ def _matching(
     requests: Mapping[str, LeafRequest],
     differs: Mapping[str, str],
 ) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
-    """Return the saved leaf and the target for each template leaf; one error lists all differences."""
+    """Return the saved leaf and the target for each template leaf; raise one error that lists all differences."""
     saved = {leaf.name: leaf for leaf in source.leaves}
     asked = {target.name for target in targets}
     containers: set[str] = set()
@@ -312,7 +312,7 @@ PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDA
 def made_values(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None], read: PartsRead
 ) -> list[Any]:
-    """Convert data that has been read to the values that the templates ask for."""
+    """Convert the data that was read into the values that the templates require."""
     with naming(source.location):
         return materialize(targets, [saved for _, saved in leaves], read[0], [name for name, _ in leaves], read[1])
 
@@ -377,7 +377,7 @@ class Selection:
             raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
         if sum(entry is ... for entry in index) > 1:
             raise IndexError("an index can have only one ellipsis (...)")
-        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; fails if the index is invalid
+        self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; raises if the index is invalid
         entries = [entry for entry in index if entry is not None]
         position = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
         entries[position : position + 1] = [slice(None)] * (len(shape) - count)
@@ -386,14 +386,14 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # A run has all selected indices of its axis or only one, so every chunk of a box contains selected elements.
+        # A run contains all selected indices of an axis or only one, so every chunk that a box overlaps is needed.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))
         self.boxes = [Box(tuple(map(min, box)), tuple(max(run) + 1 for run in box)) for box in self._runs]
 
     def combine(self, parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Any:
-        """Return the selected elements of the boxes that were read; a numpy scalar if the index has only integers."""
+        """Select the elements from the boxes that were read; return a numpy scalar if the index has only integers."""
         cuts = [
             part[tuple(slice(None, None, run.step) for run in runs)]
             for part, runs in zip(parts, self._runs, strict=True)

@@ -62,10 +62,10 @@ class Layout:
 
     Attributes:
         chunk_bytes: Maximum size of a chunk, in bytes. A chunk is the unit of partial reads.
-        segment_bytes: Bytes that a writer thread writes at a time.
+        segment_bytes: Number of bytes that a writer thread writes at a time.
         data_file_bytes: Maximum size of a data file, in bytes. Only a file with a single chunk may be larger.
-        upload_bytes: Maximum size of a data file in an object store, in bytes, and on disk if the run has a mirror in
-            an object store. Each data file is one upload; up to eight are held in memory and uploaded at a time.
+        upload_bytes: Maximum size, in bytes, of a data file in an object store, and of a data file on disk if the run
+            has a mirror in an object store. Each file is one upload; up to eight are held in memory and sent at a time.
         compression: zstd level for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
             which is fastest and costs little space, because parameters and optimizer state hardly shrink.
     """
@@ -102,7 +102,7 @@ def check_level(name: str, level: object) -> None:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
-    """Choose chunks of at most ``limit`` bytes that are contiguous in C order, as far as the array's parts allow.
+    """Choose the shape of chunks of at most ``limit`` bytes, contiguous in C order as far as the array's parts allow.
 
     >>> chunk_shape((1000, 10), 8, 32_000)
     (334, 10)
@@ -126,7 +126,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequenc
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to ``most``, or the smallest divisor above ``most`` if the former is too small."""
+    """Return the largest divisor up to ``most`` or, if that is too small, the smallest divisor above ``most``."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = max(divisor for divisor in divisors if divisor <= most)
@@ -134,7 +134,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[int, ...]:
-    """Return the greatest common divisor of the part boundaries along each axis; 0 if an axis has none."""
+    """Return the greatest common divisor of the part boundaries along each axis; 0 if an axis has no boundaries."""
     if parts is None or not shape or 0 in shape:
         return (0,) * len(shape)
     boxes = [part.box for part in parts if 0 not in part.shape]
@@ -290,7 +290,7 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
     for arrays, numbers in groups:
         sizes = lengths[arrays]
         padded = -(-sizes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-        # Start and end of each chunk if all were placed in one segment.
+        # Start and end that each chunk would have if all chunks were in one segment.
         starts = np.cumsum(padded) - padded
         ends = starts + sizes
         segments: list[PlannedSegment] = []

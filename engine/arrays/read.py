@@ -112,7 +112,7 @@ class TreeReader(TreeSource):
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         shape, stored = leaf.saved.shape or (), leaf.saved.stored
-        # Arrays of dtypes that are stored as bytes have one more axis than the leaf.
+        # An array whose dtype is stored as bytes has one more axis than the leaf.
         return stored.chunk_shape[: len(shape)] if isinstance(stored, ArrayMetadata) else shape
 
     def began(self) -> dict[str, LeafType] | None:
@@ -138,7 +138,7 @@ class TreeReader(TreeSource):
         return str(sorted((path, record.size, record.crc32c) for path, record in self.files.items()))
 
     def _verified(self, problems: Sequence[Problem], assembly: Assembly) -> list[NDArray[Any] | None]:
-        """Return the arrays read, or raise one error that lists all problems."""
+        """Return the assembled arrays, or raise one error that lists all problems."""
         if problems:
             raise damaged_leaves(
                 self.location,
@@ -165,7 +165,7 @@ class TreeReader(TreeSource):
         return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in damaged]
 
     def _file_problem(self, path: str, record: FileRecord) -> str:
-        """Return how a file differs from the commit record, or ""."""
+        """Describe how a file differs from the commit record; return "" if it does not."""
         try:
             if record.crc32c is not None:
                 FileCheck(record).check(self.location / path)
@@ -180,7 +180,7 @@ class TreeReader(TreeSource):
     def _read_aggregated(
         self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
     ) -> dict[str, NDArray[Any]]:
-        distinct = {id(leaf): leaf for leaf in details}  # many leaves share few distinct documents
+        distinct = {id(leaf): leaf for leaf in details}  # many leaves share a few documents
         if all(leaf.get("aggregate") != handler.name for leaf in distinct.values()):
             return {}
         pairs = zip(names, details, strict=True)
@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Most leaves share both documents, so compare these by id. Aggregated leaves have their own shape and dtype.
+        # Most leaves share details and metadata, so compare these by id; aggregated leaves do not, so compare names.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))
@@ -257,7 +257,7 @@ def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
 
 
 def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Convert a stored array to its saved dtype, from bytes or to big endian if necessary."""
+    """Convert a stored array to its saved dtype, by viewing bytes or swapping to big endian if necessary."""
     assert array is not None
     assert saved.dtype is not None
     assert shape is not None

@@ -2,7 +2,7 @@
 
 Chunks are compared by a 128-bit digest of the bytes to be written, because neither torch's version counters nor the
 identity of jax arrays proves that bytes are equal. The digest of a chunk is computed when the chunk is written. Later
-saves compute the digests of their chunks, and share each file of an earlier step that has enough unchanged chunks.
+saves compute the digests of their chunks, and share each file of an earlier step that contains enough unchanged chunks.
 
 Digests are kept in memory for the lifetime of a manager. Chunks that change in every save add almost no cost, because a
 sample of each chunk is compared first. Chunks that change only outside their sample are compared less and less often.
@@ -40,17 +40,17 @@ _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array num
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; writing smaller chunks is faster than comparing them
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
-_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file, whose other bytes waste disk space
+_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; its other bytes waste disk space
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample in bytes
 _SAMPLE_GAP = 4096  # minimum distance in bytes between samples
 _THREADS = 4
 _SHARE = 16 << 20  # bytes to digest per thread
-_PATIENCE = 2  # consecutive changes outside the sample after which a chunk is compared less often
+_PATIENCE = 2  # number of consecutive changes that the sample missed, after which a chunk is compared less often
 _LONGEST_REST = 64  # longest pause between comparisons, in saves
 _REMEMBERED = 64  # number of recent steps whose files are remembered
 
-# Errors that affect only one file, which is missing, has changed, or has reached its link limit.
+# Errors that affect only one file, because it is missing, has changed, or has reached its link limit.
 _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
 
 
@@ -145,7 +145,7 @@ class WrittenSteps:
         return self._parts[name]
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
-        """Begin the save of a step, which must not share files with incomplete steps or the steps in ``apart``."""
+        """Begin saving a step, which must not share files with incomplete steps or with the steps in ``apart``."""
         self._step, self._apart, self._pending = step, apart, None
         self._steps = {step: written for step, written in self._steps.items() if is_there(step)}
         for part in self._parts.values():
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing files of earlier steps, because one step is damaged and others may share the damaged file."""
+        """Stop sharing files of earlier steps; called if a step is damaged, because others may share a damaged file."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -177,7 +177,7 @@ class WrittenSteps:
         chunks: ChunkIds,  # the chunks that this process must write
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
-        """Link files of earlier steps that hold unchanged chunks; return the linked files and the chunks to write."""
+        """Link files of earlier steps that contain unchanged chunks; return these files and the chunks to write."""
         if self._pending is None:  # the first group of the save
             self._pending = _WrittenStep(folder)
             self._before, self._seen = self._seen, {}
@@ -288,7 +288,7 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # if a name is missing, the file may still exist under others
+            elif error.errno != errno.ENOENT:  # if one name is missing, the file may still exist under others
                 self._refused.add(file.path)
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None

@@ -35,8 +35,8 @@ T = TypeVar("T")
 _logger = logging.getLogger("holdfast")
 
 _ROUND = 64 << 20  # bytes that a process receives per all-gather
-_FEW_BYTES = 64 << 20  # bytes; sharing less is not worth connecting the processes
-_TOO_OFTEN = 1.5  # an array is shared only if more processes than this need each chunk on average
+_FEW_BYTES = 64 << 20  # bytes; sharing fewer is not worth connecting the processes
+_TOO_OFTEN = 1.5  # an array is shared only if each chunk is needed by more than this many processes on average
 _MOST_CHUNKS = 4096  # maximum number of chunks per array, because each chunk costs time in Python
 _WORD = 8  # bytes; the size of an all-gather is a multiple of this
 
@@ -96,7 +96,7 @@ class ReadPlan:
     def digest(self, fingerprint: str, names: Sequence[str]) -> str:
         """Return a digest of the plan, the array names and the checkpoint, for comparison between processes."""
         digest = hashlib.sha256(fingerprint.encode())
-        # Thousands of arrays may share one list of parts.
+        # Compute the digest of each list of parts only once, because thousands of arrays may share one list.
         distinct = {id(array.parts): array.parts for array in self._wanted}
         digests = {key: hashlib.sha256(repr(parts).encode()).hexdigest() for key, parts in distinct.items()}
         for name, array in zip(names, self._wanted, strict=True):
@@ -163,7 +163,7 @@ class SharedReads:
     """The shared reads of one restore, which all processes of a program perform together.
 
     Every process calls `read` for the same trees in the same order, and then `leave`. A process that reads less than
-    the others, or reads damaged data again, calls `leave` earlier. A process whose restore fails calls `fail`.
+    the others, or has to read damaged data again, calls `leave` earlier. A process whose restore fails calls `fail`.
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
@@ -173,7 +173,7 @@ class SharedReads:
         self._timeout = timeout
         self._always = always
         self._call = 0
-        self._awaited: str | None = "plan"  # topic that the others are waiting for; None if they no longer wait
+        self._awaited: str | None = "plan"  # topic of the message that the others await from this process, or None
 
     def fail(self, error: BaseException) -> None:
         """Report the failure to the other processes, which may be waiting for this one. Never raises."""
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report whether this process has read its share; return True if all have. Otherwise, each must read alone."""
+        """Report whether this process has read its share; return True if all have. Otherwise, each reads alone."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads on its own what it still needs: %s", problem)
         return problem is None
@@ -326,7 +326,7 @@ def _read_pieces(
 
 
 def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
-    """Yield the arrays as messages of ``nbytes``, followed by endless padding; free each array once it is sent."""
+    """Yield the arrays as messages of ``nbytes``, then endless padding; free each array once it has been sent."""
     waiting = arrays[::-1]
     arrays.clear()
     left: Bytes = np.empty(0, np.uint8)

@@ -1,7 +1,7 @@
 """Snapshots of arrays that the training loop will change, in a buffer that later saves reuse.
 
-A run saves trees of the same structure. `KnownTree` caches everything that depends only on the structure, so from the
-second save on, the loop waits only for the copy and for a comparison of containers and leaf metadata.
+The trees that a run saves have the same structure. `KnownTree` caches everything that depends only on the structure,
+so from the second save on, the loop waits only for the copy and for a comparison of containers and leaf metadata.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Snapshot(list[HostLeaf]):
 class StagingBuffer:
     """Reusable memory for the snapshot of one tree; it grows to the size of the largest tree.
 
-    Using fresh memory takes several times as long as the copy itself, because the system provides it page by page; only
-    the first save of a run does so. ``pinned_bytes`` limits the pinned memory for copies from accelerators. ``lock`` is
-    held while a snapshot is taken, because several threads may share a handler. A copied or unpickled buffer is empty.
+    The memory is kept between saves, because the system provides fresh memory page by page, which takes several times
+    as long as the copy. ``pinned_bytes`` limits the pinned memory for copies from accelerators. ``lock`` is held while
+    a snapshot is taken, because several threads may share a handler. A copied or unpickled buffer is empty.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -151,7 +151,7 @@ class KnownTree:
     """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
-    refuses any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
+    rejects any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
     the buffer, may be limited to the chunks that this process writes.
     """
 

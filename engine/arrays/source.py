@@ -1,6 +1,6 @@
 """Protocols for reading trees that holdfast or other libraries have saved, and for aggregates.
 
-Aggregate handlers store many small leaves in one file, instead of each leaf as an array in the database.
+Aggregate handlers store many small leaves in one file, instead of storing each leaf as an array in the database.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class TreeSource(Protocol):
     tree: TreeDocument  # the containers
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
-    left_out: Sequence[str] = ()  # lines that describe file contents that are not in the tree, with the reason
-    # Reasons why listed leaves are unreadable, keyed by leaf name; reading such a leaf raises an error.
+    left_out: Sequence[str] = ()  # one line for each item in the files that is not in the tree, with the reason
+    # The reason why a leaf is unreadable, keyed by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
-    # The values under the names of the library that wrote them; None if these names equal the leaf paths.
+    # The values under the names used by the library that wrote them; None if these names equal the leaf paths.
     variables: NamedVariables | None = None
     # The files of the tree, if its location may contain unrelated files; None if everything there belongs to the tree.
     files_read: Sequence[Location] | None = None
-    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
+    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if all leaves are present
 
     def external(self) -> dict[str, int]:
         """Return a dict from leaf name to position in the saved tree, for leaves that only a type handler can read."""
@@ -139,7 +139,7 @@ class TreeSource(Protocol):
         return leaf.saved.shape or ()
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
-        """Read and verify all data; return all problems, with leaves named as by ``format_path``.
+        """Read and verify all data; return all problems, with leaf names formatted by ``format_path``.
 
         ``advance`` is called with the number of bytes read (of elements, or of files with a known digest). By default,
         leaves are read one by one; leaves that cannot be restored without running code are skipped.
@@ -271,7 +271,7 @@ class AggregateHandler(abc.ABC):
 
     @abc.abstractmethod
     def deserialize(self, content: bytes) -> Mapping[str, NDArray[Any]]:
-        """Read the file.
+        """Decode the content of the file.
 
         Args:
             content: The bytes from :meth:`serialize`. They match their digest, but may come from an untrusted source,
@@ -286,7 +286,7 @@ class AggregateHandler(abc.ABC):
 
 
 class MsgpackHandler(AggregateHandler):
-    """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` reads: a dict keyed by leaf name.
+    """Stores leaves in a msgpack file that ``flax.serialization.msgpack_restore`` can read: a dict keyed by leaf name.
 
     See https://github.com/msgpack/msgpack/blob/master/spec.md for the format. An array is an extension of type 1 that
     contains its shape, the name of its dtype and its bytes in C order, encoded as msgpack.

@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored arrays of leaves, or None for plain values, after reading arrays that are not cached."""
+        """Return the stored array of each leaf, or None for a plain value; arrays that are not cached are read."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -77,7 +77,7 @@ class LeafCache:
 
 
 class _Lazy:
-    stop: int  # index after its last leaf
+    stop: int  # index after the container's last leaf
 
     def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
         self._cache, self._node, self._start = cache, node, start
@@ -247,7 +247,7 @@ class _Loader:
         return self._new.names[number] in self._requests
 
     def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
-        """Convert computed values and cached leaves to what the template asks for, like leaves of a saved tree."""
+        """Convert computed values and cached leaves as the template requires, as if they were saved leaves."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}

@@ -32,9 +32,9 @@ from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
 _WORTH = 64 << 10  # bytes per leaf; copying fewer bytes is cheaper than determining which process writes them
-_ARRAYS = {"numpy", "jax", "torch", "key"}  # the leaf kinds that are arrays
+_ARRAYS = {"numpy", "jax", "torch", "key"}  # leaf kinds that are arrays
 _LEAF_BYTES = 256  # approximate size of a leaf's entries in the index and ``tree.json``, in bytes
-_SHOWN = 60  # maximum number of characters of a value in errors
+_SHOWN = 60  # maximum number of characters of a value in error messages
 _NAME_LIMIT = 60_000  # bytes; leaves room for the chunk numbers that index keys append to a name
 
 
@@ -101,7 +101,7 @@ class TreeWriter:
     ) -> None:
         self.plan = plan or TreePlan()
         self.when_written: Callable[[], None] | None = None  # called after this process has written its share
-        self._fragment: Fragment | None = None  # this process's fragment, if it saves alone
+        self._fragment: Fragment | None = None  # this process's fragment, if it is the only process
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
@@ -299,7 +299,7 @@ def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> l
         leaf = leaves[position]
         if not isinstance(leaf, ArrayLeaf) or not leaf.volatile or not leaf.shape:
             continue
-        # Leaves that are stored as bytes stay whole, because their chunks have one more axis.
+        # Leaves that are stored as bytes are kept whole, because their chunks have one more axis.
         if len(written) < encoding.spec.chunks and encoding.stored.extra is None:
             boxes = list(_boxes(encoding.spec, written))
             needed[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])

@@ -1,4 +1,4 @@
-"""The state codec, which encodes trees of arrays, objects and plain values so that they load without a template.
+"""The state codec, which encodes trees of arrays, objects and plain values for loading without a template.
 
 Without a template, all arrays in a checkpoint load as numpy arrays, so each torch or jax array is wrapped in a dict
 that names its library. A named tuple or dataclass is wrapped in a dict that names its class. The program must define
@@ -36,7 +36,7 @@ _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of e
 
 
 def is_plain(value: object) -> bool:
-    """True if a value consists only of plain data, that is, it contains no arrays or objects."""
+    """True if a value consists only of plain data and contains no arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -83,7 +83,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Encode a torch object, such as a sparse tensor, with torch.save; return it unchanged if it cannot be loaded."""
+    """Encode a torch object, such as a sparse tensor, with torch.save; return it as is if it could not be loaded."""
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value
@@ -133,7 +133,7 @@ def decode_state(value: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """Convert a loaded key to a hashable key, because saving converts tuples to lists."""
+    """Convert the lists in a loaded key back to tuples, which are hashable; saving stores tuples as lists."""
     return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
@@ -164,7 +164,7 @@ def loaded_object(name: str) -> Any:
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        # Classes defined in functions cannot be found this way.
+        # The result is None for a class that is defined in a function.
         value = vars(value).get(part) if isinstance(value, type) or hasattr(value, "__dict__") else None
     return value
 

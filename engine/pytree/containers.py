@@ -69,7 +69,7 @@ def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]
 
 
 def build_counter(pairs: Iterable[tuple[Any, Any]]) -> Any:
-    """Build a Counter from (key, count) pairs, because its constructor would count the pairs themselves."""
+    """Build a Counter from (key, count) pairs; its constructor would count the pairs themselves."""
     return Counter(dict(pairs))
 
 
@@ -79,7 +79,7 @@ def _open_mapping(value: Any, kind: str, make: Callable[[Any], Any], label: str 
 
 
 def _open_ordered(value: Any) -> Contents:
-    if value.__dict__:  # such as the _metadata attribute of torch state dicts, which holds module versions
+    if value.__dict__:  # for example, _metadata in torch state dicts, which holds module versions
         keys = list(value)
         return Contents("ordered_dict", keys, list(value.values()), partial(_copied, value, operator.setitem, keys))
     return _open_mapping(value, "ordered_dict", OrderedDict)
@@ -112,21 +112,21 @@ def opens_as(subclass: type, kind: str) -> None:
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
-# ---- flax.nnx objects, such as modules and optimizers. `nnx.state` opens them, and loading creates copies. If a tree
-# contains one, the program has imported flax.
+# ---- flax.nnx objects, such as modules and optimizers. `nnx.state` opens them, and loading creates copies. A tree can
+# contain such objects only if the program has imported flax.
 
 
 def is_nnx(value: object) -> bool:
     """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
-    # The common base class of Module, Optimizer and Rngs, whose name differs between flax releases.
+    # The name of the common base class of Module, Optimizer and Rngs differs between flax releases.
     base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
     return isinstance(value, (base, nnx.Module, nnx.Optimizer)) and not isinstance(value, nnx.Variable)
 
 
 class NnxObjects:
-    """The nnx objects in one tree. A variable shared by several is stored with the first, and shared after loading."""
+    """The nnx objects in a tree. A shared variable is stored with its first object and shared again after loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -174,7 +174,7 @@ def _with_functions(treedef: Any, children: list[Any]) -> Any:
 
 
 def _entry_key(entry: Any) -> Any:
-    names = ("key", "name", "idx")  # attributes of DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
+    names = ("key", "name", "idx")  # attributes of DictKey and FlattenedIndexKey, of GetAttrKey, and of SequenceKey
     return next((getattr(entry, name) for name in names if hasattr(entry, name)), str(entry))
 
 
@@ -190,7 +190,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    # Copy instead of calling the constructor, which may recompute fields or lack arguments for some of them.
+    # Copy instead of calling the constructor, which may recompute fields or not accept all of them.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
         assign(built, key, value)

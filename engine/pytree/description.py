@@ -100,7 +100,7 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Find jax arrays on the host that share memory with leaves that may still change; return the names in pairs.
+    """Find jax arrays on the host that share memory with leaves that may still change; return pairs of names.
 
     Neither jax nor numpy reports such sharing, but addresses reveal it if both arrays are leaves.
     """
@@ -114,7 +114,7 @@ def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str
     for name, leaf in named:
         for array in _on_host(leaf) if leaf.details["kind"] == "jax" else ():
             low, high = _bounds(array)
-            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # the last to begin before this one ends
+            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # last array to start before this one ends
             if low < high and last >= 0 and changing[last][1] > low:
                 shared[name] = changing[last][2]
     return list(shared.items())
@@ -197,7 +197,7 @@ class KnownLeaves:
                 (kind == "array" and not copied)
                 or (kind == "tensor" and not (copied and is_small(value)))
                 or (kind == "jax" and not is_whole(value.sharding))
-                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # beyond 64 bits
+                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # int beyond 64 bits
             )
             groups["other" if is_alone else kind].append(position)
         # Numpy arrays; small host tensors; single-device jax arrays; numbers and None; all others.

@@ -8,8 +8,8 @@ The copies run on the device while the program continues. They follow these rule
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then, the tensor is kept alive so its memory is not reused.
 
-If no more memory can be pinned, or copies cannot be started, the call returns only after copying has finished. Work in
-streams other than the current and the default stream must wait for one of these two, as usual in torch.
+If no more memory can be pinned, or copies cannot be started, `PinnedMemory.start` copies synchronously. Work in streams
+other than the current and the default stream must wait for one of these two, as usual in torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _logger = logging.getLogger("holdfast")
 
 ACCELERATORS = {"cuda"}  # device types that support such copies; each is also the name of a torch module
 
-# A power of two, because torch rounds pinned allocations up to powers of two, which would waste memory otherwise.
+# Must be a power of two: torch rounds pinned allocations up to powers of two, so other sizes would waste memory.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
@@ -44,7 +44,7 @@ FIRST_BYTES = 256 << 20  # bytes covered by the first wait; this doubles with ev
 class DeviceArray:
     """An array on an accelerator, which takes the place of a host array until a snapshot copies it.
 
-    The tensor's elements have the same size as the dtype. It has neither a gradient nor a conjugate bit.
+    The elements of the tensor have the item size of ``dtype``. The tensor has neither a gradient nor a conjugate bit.
     """
 
     __slots__ = ("dtype", "shape", "tensor")
@@ -130,7 +130,7 @@ class PinnedMemory:
         self._by_address: list[tuple[int, Any]] = []  # (address, block), sorted by address
         self._block = 0  # index of the block being filled
         self._offset = 0
-        self._needed = 0  # bytes of this snapshot still to be placed
+        self._needed = 0  # bytes of the current snapshot that have yet to be placed
         self._streams: dict[Any, Any] = {}
         self._last = Arrival()
 
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Return the free bytes in the current block, or in the next if it is too full; 0 if there is no block left."""
+        """Advance to the first block with room for (part of) the bytes; return its free bytes, 0 if none is left."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
@@ -296,7 +296,7 @@ class _Started(NamedTuple):
 
 
 def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
-    """Yield runs of small copies with adjacent targets in one block; every other copy is a run of its own."""
+    """Yield runs of small copies with adjacent targets in one block; every other copy forms its own run."""
     run: list[_Started] = []
     for copy in group:
         small = copy.target.numel() < _SMALL and copy.source.element_size() <= 8

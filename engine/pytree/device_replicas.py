@@ -52,7 +52,7 @@ def _checksums(replicas: Sequence[Any]) -> Any:
     mesh = jax.sharding.Mesh(np.array([next(iter(replica.devices())) for replica in replicas]), "replicas")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
-    # Set the mesh explicitly, because the program may have set another one.
+    # Set the mesh explicitly, because the program may have set a different one.
     use_mesh: Any = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh", nullcontext)
     with use_mesh(mesh):
         return _compiled()(array)

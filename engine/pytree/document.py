@@ -37,7 +37,7 @@ class TreeDocument(NamedTuple):
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
-        """Return the tree with only the chosen leaves, without containers that become empty."""
+        """Return the tree with only the chosen leaves, dropping containers that become empty."""
         if self.structure is None:
             return self
         return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
@@ -78,7 +78,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
         raise DamagedCheckpointError("the tree's document has one value for several leaves")
     if facts:
         leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
-    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # most leaves share a document
+    for leaf in dict(zip(map(id, leaves), leaves, strict=True)).values():  # check shared documents only once
         if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
             raise DamagedCheckpointError(f"leaf {leaves.index(leaf)} of the tree's document has no kind")
     names: list[str] = []
@@ -91,7 +91,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return a document with only the leaves that match patterns, and their positions in the tree.
 
-    All other leaves are skipped without creating an object for each. A pattern that matches no leaf is an error.
+    All other leaves are skipped without creating objects for them. Every pattern must match at least one leaf.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:
@@ -173,7 +173,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document has a value. Leaves must not share it, because few bytes could expand to many large values."""
+    """True if a document has a value, which leaves must not share: a few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 

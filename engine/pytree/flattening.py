@@ -32,8 +32,8 @@ from .leaves import (
 )
 from .names import escape_first, escape_keys, format_path
 
-# A mapping key or an attribute name. Documents distinguish ``True`` from 1. The elements of tuples are keys themselves;
-# numpyro states use tuples for groups of parameters.
+# A mapping key or an attribute name. Documents distinguish ``True`` from 1. A tuple consists of keys; for
+# example, numpyro states use tuples as keys for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
 MAX_DEPTH = 200  # maximum nesting of containers; code that walks trees, including the json module, is recursive
@@ -79,7 +79,7 @@ class Flattened:
 def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     """Flatten a tree into leaves, names and containers.
 
-    Containers are dict, its subclasses and other mappings (with keys as in `Key`, in their own order), list, tuple,
+    Containers are dict, its subclasses and other mappings (with keys of type `Key`, in iteration order), list, tuple,
     deque, named tuples, dataclasses, and all types registered with jax. None and values of any other type are
     leaves; `describe` refuses leaves that cannot be saved.
 
@@ -342,7 +342,7 @@ _MIXED_WIDTH = 9
 class PackedNumbers:
     """A copy of a list, tuple or deque of numbers that forms a single leaf.
 
-    The array is created on demand, because a walk over live objects only tests whether a sequence is packed.
+    The array is created on demand, because a walk over live objects only tests whether a sequence can be packed.
     """
 
     __slots__ = ("_details", "_items")
@@ -404,7 +404,7 @@ def _mixed(items: list[Any]) -> NDArray[Any]:
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
-    """Pack every long number sequence in a tree; containers without such sequences are returned as they are."""
+    """Pack every long number sequence in a tree; containers without such sequences are returned unchanged."""
     packed = pack_numbers(tree)
     if packed is not None:
         return packed

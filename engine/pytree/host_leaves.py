@@ -78,7 +78,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Convert an array to native byte order; an array that already has it is not copied."""
+    """Convert an array to native byte order; an array already in native order is not copied."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -86,9 +86,9 @@ def describe_numpy(value: Any) -> ArrayLeaf:
     if type(value) is not np.ndarray:
         if isinstance(value, np.generic):
             check_storable(value.dtype)
-            # Pass value.dtype, because numpy widens empty text to one character in the array.
+            # Take the dtype from the value, because numpy widens an empty string to one character in the array.
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-        # Test this late, because it makes numpy import its masked array module, which takes longer than a small save.
+        # Tested last, because this makes numpy import its masked array module, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
         value = np.asarray(value)
@@ -102,7 +102,7 @@ def is_python_value(value: object) -> bool:
 
 
 def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
-    """Describe a Python value. Subclass instances (such as enum members) are treated as equal plain values."""
+    """Describe a Python value. An instance of a subclass, such as an enum member, is treated as its plain value."""
     for kind, (details, dtype) in _NUMBERS.items():
         if isinstance(value, kind):
             if kind is int and int(value) not in INT64:

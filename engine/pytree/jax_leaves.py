@@ -1,8 +1,8 @@
 """Describes jax arrays and typed PRNG keys for saving, and creates them from host arrays on loading.
 
-A host view of a jax array is a snapshot, because jax arrays never change, and on the CPU, an array that is donated or
-deleted keeps its memory as long as such a view is alive. When arrays are loaded to the CPU, jax takes over memory that
-is aligned to 64 bytes without a copy, so no code may write to that memory afterwards.
+A host view of a jax array is a snapshot: jax arrays never change, and on the CPU, the memory of a donated or deleted
+array stays allocated as long as such a view is alive. When arrays are loaded to the CPU, jax adopts memory that is
+aligned to 64 bytes without copying it, so no code may write to that memory afterwards.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class JaxDescriber:
         return self._described(value, self._fetched(value))
 
     def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
-        """Describe an array; ``hosted`` holds the host copies of its parts, if they have been copied already."""
+        """Describe an array; ``hosted`` holds the host copies of its parts, if they have already been copied."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
         try:
@@ -110,7 +110,7 @@ class JaxDescriber:
         return leaf
 
     def _data_of(self, value: Any) -> Any:
-        """Return the data of typed keys as a jax array (jax 0.5 may use a numpy array); return other arrays as is."""
+        """Return the data of typed keys as a jax array (jax 0.5 may return numpy arrays); return other arrays as is."""
         if not is_key(value):
             return value
         data = jax.random.key_data(value)
@@ -132,7 +132,7 @@ class _ShardingInfo(NamedTuple):
     details: Details
     weak_details: Details  # leaf details of weakly typed arrays with this sharding
     whole: bool  # whether a single device of this process holds the whole array
-    local: bool  # whether all devices belong to this process; every process then holds the same array
+    local: bool  # whether all devices belong to this process; if so, every process holds the same array
 
     def details_of(self, value: Any) -> Details:
         return self.weak_details if value.weak_type else self.details
@@ -149,7 +149,7 @@ class WholeArrays:
         self._shardings = list(map(self._SHARDING, arrays))
 
     def start(self, arrays: Sequence[Any], pinned_bytes: int) -> HostCopies | None:
-        """Start copying arrays to the host; return None if these arrays do not match the facts."""
+        """Start copying arrays to the host; return None if they do not match the recorded facts."""
         shardings = list(map(self._SHARDING, arrays))
         if not all(map(eq, map(self._FACTS, arrays), self._facts)):
             return None
@@ -199,7 +199,7 @@ class HostCopies:
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not self._arrays:  # jax may not have been imported
+        if not self._arrays:  # in this case, jax may not have been imported
             return []
         with jax.transfer_guard("allow"):
             if not pinned:
@@ -224,7 +224,7 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
 
 @lru_cache(maxsize=512)
 def _may_be_pinned(sharding: Any) -> bool:
-    """True if the arrays are in the default memory of an accelerator that supports copies to pinned host memory."""
+    """True if the sharding uses the default memory of an accelerator that supports copies to pinned host memory."""
     (device,) = sharding.device_set
     return (
         device.platform in PINNED_PLATFORMS
@@ -397,7 +397,7 @@ def _mesh_of_all_devices(abstract: Any) -> Any:
 
 
 def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype to which jax, as configured now, would narrow a 64-bit dtype; None if it would keep it."""
+    """Return the dtype to which jax, as currently configured, would narrow a 64-bit dtype; None if it would not."""
     if dtype.itemsize < 8:
         return None
     actual = np.dtype(jax.dtypes.canonicalize_dtype(dtype))

@@ -1,4 +1,4 @@
-"""Determines which library a leaf belongs to, and defines descriptions of leaves for storage and in checkpoints."""
+"""Determines which library a leaf belongs to, and defines how leaves are described for storage and in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in a program
-# Python number types by kind, narrowest first; such leaves are stored as 0-d arrays.
+# Python number types, keyed by kind, narrowest first; such leaves are stored as 0-d arrays.
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
 NUMBERS = "numbers"  # kind of packed number sequences (`PackedNumbers`)
@@ -34,7 +34,7 @@ STATIC = "static"  # kind of functions in jax-registered objects, stored by name
 PLACEHOLDER = "placeholder"  # kind of leaves that another library saved by name only; their value is ``...``
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of leaves without data
 
-_LANDMARKS = {  # modules that `loaded` finds, each with a name that it defines only once it is fully imported
+_LANDMARKS = {  # modules that `loaded` finds, each with a name that exists only after a complete import
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -68,7 +68,7 @@ class _Framework:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # looked up by code that inspects arbitrary objects
+        if name.startswith("__"):  # such names are looked up by code that inspects arbitrary objects
             raise AttributeError(name)
         value = getattr(sys.modules.get(self._name) or required(self._name), name)
         if not isinstance(value, types.FunctionType):  # functions are not cached, because a program may patch them
@@ -133,7 +133,7 @@ class Box(NamedTuple):
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box in an array with the elements of an enclosing box."""
+        """Return the slices that select this box in an array that holds the elements of an enclosing box."""
         return tuple(map(slice, map(sub, self.start, other.start), map(sub, self.stop, other.start)))
 
 
@@ -182,7 +182,7 @@ class ArrayLeaf:
     shape: tuple[int, ...]  # shape of the whole array
     # Host views that cover this process's share of the array exactly once, or the whole array if `parts` is None.
     pieces: list[Piece]
-    volatile: bool  # whether other code may still modify the pieces' memory, so that they must be copied
+    volatile: bool  # whether other code may still modify the pieces' memory; if so, they must be copied
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
     # facts specific to the kind, but neither dtype nor shape.
     details: Details
@@ -205,7 +205,7 @@ class ArrayLeaf:
 
 @dataclass(slots=True)
 class PinnedLeaf(ArrayLeaf):
-    """A leaf whose pieces are jax arrays in pinned host memory that have not been converted to numpy arrays yet."""
+    """A leaf whose pieces are jax arrays in pinned host memory that have yet to be converted to numpy arrays."""
 
     def to_numpy(self) -> None:
         """Copy the pieces to numpy arrays; called in the background."""
@@ -246,7 +246,7 @@ class Saved:
 
     @classmethod
     def of(cls, leaf: ArrayLeaf | ValueLeaf) -> Saved:
-        """Describe a leaf as a checkpoint would."""
+        """Describe a leaf as if it had been read from a checkpoint."""
         return cls(leaf.details) if isinstance(leaf, ValueLeaf) else cls(leaf.details, leaf.dtype, leaf.shape)
 
     @property
@@ -337,7 +337,7 @@ class StaticLeaf:
 
     @classmethod
     def of(cls, value: Any) -> StaticLeaf | None:
-        """Wrap a function if its only state is constants; return None for other functions and all other values."""
+        """Wrap a function that captures only constants; return None for other functions and all other values."""
         name = _name_of_code(value, 0) if callable(value) else None
         return None if name is None else cls(value, name)
 

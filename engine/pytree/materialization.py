@@ -134,7 +134,7 @@ def _message(value: object, source: np.dtype[Any], dtype: np.dtype[Any]) -> str:
 class Partition(NamedTuple):
     """The boxes of one array that this process needs."""
 
-    boxes: Sequence[Box]  # boxes of the array that the template asks for
+    boxes: Sequence[Box]  # boxes of the array that the template describes
     # The part of each box to read from the saved array; empty if the box lies outside of that array.
     stored: Sequence[Box]
 
@@ -185,7 +185,7 @@ def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """Raised for a number that the template cannot hold, or an array that cannot be sharded as the template asks."""
+    """Raised for a number that the template cannot hold, or an array that cannot be sharded as requested."""
 
 
 @collection_paused()
@@ -253,7 +253,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """True if, without a template, the array that was read is the leaf itself."""
+    """True if the array that was read can be returned unchanged when there is no template."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 
@@ -329,7 +329,6 @@ def _fitted(template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None, nam
 
 
 def _cast(template: LeafTemplate, value: Any, name: str) -> NDArray[Any]:
-    """Cast an array or a Python number to the dtype that the template asks for."""
     assert template.dtype is not None
     cast = cast_checked if isinstance(value, np.ndarray) else cast_number
     try:

@@ -88,7 +88,7 @@ def split(name: str) -> list[str]:
 
 
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module")
-"""Attributes in which torch wrappers keep a module: DDP, ``torch.compile``, Fabric and activation checkpointing."""
+"""Attributes in which torch wrappers (DDP, ``torch.compile``, Fabric, activation checkpointing) keep a module."""
 
 _WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?:\.|%2E))+")
 
@@ -109,7 +109,7 @@ def joined_names(names: Sequence[str]) -> list[str]:
 
 
 def format_path(name: str) -> str:
-    """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
+    """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for a bare leaf.
 
     Distinct names have distinct paths. Ambiguous and unprintable characters stay escaped, but dots do not.
     """
@@ -120,8 +120,8 @@ def format_path(name: str) -> str:
 
 Patterns = str | Sequence[str]
 """Patterns of paths such as ``"params/**"``: ``*``, ``?`` and ``[ab]`` match within one key, ``**`` matches any number
-of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state dict, counts as one key and also as the
-keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
+of whole keys. A key that contains dots, such as ``encoder.0.weight`` in a module's state dict, can be matched either as
+a single key or split at its dots, so ``encoder/**`` and ``**/weight`` match it."""
 
 _WILD = set("*?[")
 _CLOSE = 2000  # maximum number of paths to search for one that is similar to an unmatched pattern
@@ -160,7 +160,7 @@ class PathFilter:
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:
-    """Return, for each name, whether it matches the patterns; a pattern that matches no name is an error."""
+    """Return, for each name, whether it matches the patterns; raise TreeMismatchError if a pattern matches no name."""
     paths = [name.split(".") for name in names]
     chosen = PathFilter(select)
     chosen.check(paths)
@@ -185,7 +185,7 @@ class Pattern:
         return self._label
 
     def after(self, positions: Collection[int], key: str) -> set[int]:
-        """Return the positions reached after a path key; a key with dots also counts as the keys between the dots."""
+        """Return the positions reached after a path key; a key that contains dots is also matched part by part."""
         reached = self._after(positions, key)
         if "." in key:
             for part in key.split("."):

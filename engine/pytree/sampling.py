@@ -30,21 +30,21 @@ _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class _Group(NamedTuple):
-    """Leaves of one dtype whose sampled elements are concatenated in one array."""
+    """Leaves of one dtype whose sampled elements are concatenated into one array."""
 
     positions: list[int]  # leaf indices
-    counts: tuple[int, ...]  # number of elements of each leaf
+    counts: tuple[int, ...]  # number of sampled elements of each leaf
     fetch: Callable[[], NDArray[Any]]
     is_ready: Callable[[], bool]
 
 
 @dataclass
 class Samples:
-    """Samples of several leaves; they may still be in transfer to the host."""
+    """Samples of several leaves, which may still be in transfer to the host."""
 
     count: int  # number of leaves, including unreadable ones
     _groups: list[_Group] = field(default_factory=list)
-    _devices: dict[str, int] = field(default_factory=dict)  # dict from device kind to the index of the first leaf on it
+    _devices: dict[str, int] = field(default_factory=dict)  # index of the first leaf on each kind of device
 
     def devices(self, count: int) -> str:
         """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means arrays on 4 devices."""
@@ -110,7 +110,7 @@ class _Steady:
     """Tensors that stayed in the same memory between two samples, so that all of them can be checked at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """Keep the views of some of ``count`` leaves, keyed by position."""
+        """``views`` contains the views of the tensors, keyed by position among ``count`` leaves."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -172,10 +172,10 @@ class Sampler:
                     of_jax.setdefault(device, []).append((position, part))
             elif kind == "array":
                 leaf = np.asarray(leaf)  # an np.matrix would always stay two-dimensional
-                # Read in C order, because a restored leaf may have another memory order.
+                # Read in C order, because a restored leaf may have a different memory order.
                 is_other = position < len(leaves) and not leaf.flags.c_contiguous
                 _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
-            elif kind == "number":  # longer integers would become object arrays
+            elif kind == "number":  # integers of more than 63 bits would become object arrays
                 is_long = isinstance(leaf, int) and leaf.bit_length() > 63
                 _add_array(runs, position, np.asarray(hash(leaf) if is_long else leaf))
         kept = {position: view for position, view in views.items() if view.part is not None}
@@ -207,7 +207,7 @@ def _facts() -> Sequence[Callable[[Any], Any]]:
 
 
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
-    """Return the facts of a tensor to keep and, from the second sample on, a view of its memory."""
+    """Return the tensor facts to keep and, from the second sample on, a view of the tensor's memory."""
     # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
     # references to tensors are not an alternative, because torch refuses to swap a parameter that has one.
     address = _address(tensor)
@@ -256,7 +256,7 @@ def _view_of(tensor: Any) -> Any:
         return None
     flat = local.detach() if local.requires_grad else local
     stride = _stride(size)
-    # Even a 1-d tensor may be non-contiguous: a matrix column has a stride, an expanded scalar has one element.
+    # Even a 1-d tensor may be non-contiguous: a matrix column has a stride above 1, an expanded scalar has stride 0.
     return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _memory_of(flat)[::stride]
 
 
@@ -274,7 +274,7 @@ def _first_part(array: Any) -> tuple[Any, Any, str]:
 
 @functools.lru_cache(1024)
 def _stride(size: int) -> int:
-    """Return a stride that shares no factor with the size, so that a matrix is not sampled in one column only."""
+    """Return a stride coprime to the size, so that the samples of a matrix do not all fall in one column."""
     stride = 1 + (size - 1) // _ELEMENTS
     while math.gcd(stride, size) > 1:
         stride += 1
@@ -296,7 +296,7 @@ def _gathered_by_torch(views: list[Any]) -> Any:
 
 
 def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[], bool]]:
-    """Start copying a tensor to the host; return two functions, to fetch it and to test whether it has arrived."""
+    """Start copying a tensor to the host; return one function to fetch it, and one to test whether it has arrived."""
     streams: Any = getattr(torch, flat.device.type, None)
     if not hasattr(streams, "Event"):
         return partial(np.asarray, flat.cpu().numpy()), lambda: True
@@ -314,7 +314,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none, like a parameter that FSDP frees between steps."""
+    """Return the address of a tensor's memory, or 0 if it has none, as for parameters that FSDP frees between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass
@@ -363,7 +363,7 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     return np.maximum(folded, 1)
 
 
-@functools.lru_cache(64)  # cached, because numbers such as a learning rate seldom change
+@functools.lru_cache(64)  # cached, because numbers such as learning rates seldom change
 def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
     """Return the digest and value of a single-element array."""
     flat = np.frombuffer(content, dtype)
@@ -386,7 +386,7 @@ def size_of(leaf: Any) -> int:
 
 
 def full_sum(leaf: Any) -> Any:
-    """Return the sum of all elements' bits as integers, perhaps still on the device; None if it cannot be computed."""
+    """Return the sum of all elements' bit patterns as an int, tensor or jax array; None if it cannot be computed."""
     if is_torch_tensor(leaf):
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

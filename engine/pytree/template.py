@@ -1,4 +1,4 @@
-"""Describes the leaves that a template or the caller asks for, and checks whether saved leaves fit."""
+"""Describes the leaves that a template or the caller requests, and checks whether the saved leaves fit."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
 
 @dataclass(slots=True)
 class LeafTemplate:
-    """The array or value that a leaf of the template asks for."""
+    """The array or value that a leaf of the template requests."""
 
     name: str
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
-    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of their data); None if the kind suffices
+    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of the key data); None if the kind suffices
     dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind suffices
     leaf: Any  # the template's own leaf; None without a template
     variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
     sharding: Any = None  # sharding of a jax array; None leaves the choice to jax
     cast: bool = False  # whether elements of another dtype are cast to this one
-    resize: bool = False  # whether another shape is zero-padded or truncated to this one, at the end of each axis
+    resize: bool = False  # whether other shapes are zero-padded or truncated to this one, at the end of each axis
     origin: str = "template"  # "template" or "request", for messages
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, because there are few
+    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, because there are few types
     for name, value in zip(names, values, strict=True):
         facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
         try:
@@ -136,10 +136,10 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
 
 
 def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
-    """Return the same as `compare`, for a template leaf that is a `LeafMetadata`."""
+    """Do the same as `compare` for a template leaf that is a `LeafMetadata`."""
     metadata = metadata_of(saved)
     is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
-    # Shape and dtype are ignored for these kinds, because their storage depends on the value.
+    # Shape and dtype are ignored for these kinds, because both depend on the value.
     is_free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
     if is_alike and (is_free or (wanted.shape, wanted.dtype) == (metadata.shape, metadata.dtype)):
         return None
@@ -165,7 +165,7 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
 
 
 def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
-    """Return the template, with a cast enabled if the dtypes differ but are both integer, float or complex dtypes."""
+    """Return the template, with casting enabled if the dtypes differ but have the same kind (int, float, complex)."""
     if saved is None or saved.dtype is None or template.dtype is None or template.kind == "key":
         return template
     number = number_kind(saved.dtype)
@@ -175,7 +175,7 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
 
 
 def _castable(saved: str | None, wanted: str | None) -> bool:
-    """True if numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
+    """True if numbers of one kind can be cast to another kind on request; imaginary parts are never dropped."""
     return saved is not None and wanted is not None and (saved != "complex" or wanted == "complex")
 
 
@@ -194,15 +194,15 @@ def _number_of(leaf: LeafTemplate | Saved) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRequest:
-    """The properties of one leaf that the caller wants to differ from the saved leaf or from its template."""
+    """The properties in which the caller wants a leaf to differ from the saved leaf or from its template."""
 
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
     # None lets the template decide.
     kind: str | None = None
     dtype: np.dtype[Any] | None = None  # dtype to cast the elements to; None for no cast
     shape: tuple[int, ...] | None = None  # shape of the whole array; None for the saved shape
-    # Whether a saved array of another shape is zero-padded or truncated to ``shape``, at the end of each axis. If not,
-    # another shape is an error.
+    # Whether a saved array of another shape is zero-padded or truncated to ``shape``, at the end of each axis. If
+    # False, an array of another shape is an error.
     resize: bool = False
     sharding: Any = None  # a `jax.sharding.Sharding`, or None
     weak: bool = False  # whether a jax array becomes weakly typed
@@ -237,7 +237,7 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Return the template for a request based on the saved leaf, if the caller's template has no array for it."""
+    """Return a template that applies a request to the saved leaf, for leaves without an array in the template."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
@@ -295,7 +295,7 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # fresh state has the same types, the program is unchanged, and every leaf is restored as it was saved: as an array or a
 # number, weakly typed or not, with its dtype and shape. If the types differ, the program has changed.
 
-_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds compared by dtype and shape; others only by kind
+_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # leaves of these kinds are also compared by dtype and shape
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be rebuilt without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
@@ -325,7 +325,7 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit treats both types alike, such as Python float and weakly typed scalar, or numpy and jax array."""
+        """True if jit treats both types alike: a numpy and a jax array, for example, or a float and a weak scalar."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state by name. ``roots`` are its top-level keys if the saved tree may have others."""
+    """The leaf types of a fresh state. ``roots`` contains its top-level keys if the saved tree may have others."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class FreshTypes:
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
         """Return how the leaf types of the fresh state differ from those of a saved tree, as JSON."""
-        types: dict[tuple[int, str, Any], LeafType] = {}  # a cache, because many leaves share a few descriptions
+        types: dict[tuple[int, str, Any], LeafType] = {}  # cached, because many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
         for name, leaf in zip(names, leaves, strict=True):
@@ -388,7 +388,7 @@ class FreshTypes:
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return the reasons why a resume could not rebuild a tree that has grown from the fresh state, if any."""
+        """Return the reasons, if any, why a resume could not rebuild a tree that has grown since the fresh state."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)

@@ -1,8 +1,8 @@
 """Describes torch tensors for saving, and creates them from host arrays on loading.
 
-The parts of a DTensor that each process holds follow from its mesh and placements, without communication. As defined by
-``torch.distributed.tensor``, placements apply from the first mesh axis to the last, and each placement divides the
-parts that result from the previous placements.
+The parts of a DTensor that each process holds are derived from its mesh and placements, without communication. As
+defined by ``torch.distributed.tensor``, placements apply from the first mesh axis to the last, and each placement
+divides the parts that result from the previous placements.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COMMON_DTYPES = frozenset({
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128",
 })  # fmt: skip  # names of the dtypes that torch and numpy share
-_TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, which torch defines without operations
+_TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, for which torch implements no operations
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary parts along an additional last axis
 HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
-# Maximum bytes of concurrent copies in a save without its own pinned memory; torch pins up to twice as many for good.
+# Maximum bytes of concurrent copies in a save without its own pinned memory; torch keeps up to twice as many pinned.
 BYTES_AT_ONCE = 1 << 30
 _SMALL = 1 << 15  # elements; torch copies tensors of at least this size with several threads
 
@@ -101,7 +101,7 @@ class TorchDescriber:
         return ArrayLeaf(array.dtype, shape, pieces, volatile, details, None if is_alone else parts)
 
     def _sharding(self, value: Any) -> DTensorSharding:
-        """Return the sharding of a DTensor over all processes that hold it, including those outside its own submesh."""
+        """Return the sharding of a DTensor over all processes that hold it, including processes outside its submesh."""
         # If the DTensors of a tree span two axes of a mesh, such as one for tensor parallelism and one for FSDP2, a
         # parameter that spans only one axis is replicated along the other. Along an axis that no DTensor spans, such as
         # the stages of a pipeline, each index may have different parameters.
@@ -138,7 +138,7 @@ class TorchDescriber:
 def _local(value: Any) -> Any:
     with torch.no_grad():
         local = value.to_local().detach()
-    # Wait, because the result of an asynchronous collective may not have arrived yet.
+    # Wait for the result of an asynchronous collective, which may still be in progress.
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
@@ -174,7 +174,7 @@ class TorchDType(NamedTuple):
     dtype: np.dtype[Any]  # numpy dtype of the stored bytes
     carrier: str | None  # dtype of the same size that both libraries have, used as an intermediate; None if not needed
     paired: bool  # whether an element is stored as a pair of real and imaginary parts
-    variant: str | None  # torch dtype name if the numpy dtype does not imply it, or None
+    variant: str | None  # torch dtype name if the numpy dtype does not imply it; otherwise None
     details: Details  # details of the leaf
 
     def to_numpy(self, tensor: Any) -> NDArray[Any]:
@@ -209,7 +209,7 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
         import ml_dtypes  # imported lazily, because most programs without torch do not need it
 
         is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
-        # Torch treats all other dtypes, such as sub-byte integers and packed numbers, as bytes without operations.
+        # Torch has no operations for any other dtypes, such as sub-byte integers, so these are stored as bytes.
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
         variant = None if is_number else name
     details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
@@ -230,7 +230,7 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
 def is_small(value: Any) -> bool:
-    """True if `copy_tensors` can copy this tensor, which `TorchDescriber.describe` has already described."""
+    """True if `copy_tensors` can copy this tensor, given that `TorchDescriber.describe` has accepted it."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
@@ -254,7 +254,7 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
 
 
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return destination tensors that share memory with arrays, with the dtypes in the facts."""
+    """Return destination tensors that share memory with the arrays and have the dtypes in the facts."""
     if not arrays:
         return []  # torch may not have been imported
     with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
@@ -330,7 +330,7 @@ def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
 def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
-    """Create a tensor like a template from its `local_boxes` or from the whole array; on the CPU without a copy."""
+    """Create a tensor like a template from its `local_boxes` or the whole array, on the CPU usually without a copy."""
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
@@ -351,7 +351,7 @@ STRIDES = "strides"  # details key for the strides, in elements, of dense tensor
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
-    """True if strides (perhaps read from a file) describe a dense tensor, in any axis order."""
+    """True if strides, which may come from a file, describe a dense tensor with its axes in any order."""
     if not isinstance(strides, list) or len(strides) != len(shape) or {*map(type, strides)} - {int}:
         return False
     elements = 1
@@ -363,7 +363,7 @@ def is_permuted(shape: Sequence[int], strides: Any) -> bool:
 
 
 def with_strides(tensor: Any, strides: Any) -> Any:
-    """Return a tensor with its saved strides, because the rounding in later steps may depend on them."""
+    """Return a tensor with its saved strides, on which the rounding in later steps may depend."""
     if strides is None or not is_permuted(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -443,7 +443,7 @@ class DTensorSharding(NamedTuple):
     shape: tuple[int, ...]  # shape of the whole array
 
     def intervals(self, process: int) -> list[list[Interval]] | None:
-        """Return the index ranges that a process holds along each axis, in memory order; None outside the mesh."""
+        """Return a process's index ranges along each axis, in memory order; None if the process is not in the mesh."""
         coordinates = self.mesh.coordinates.get(process)
         if coordinates is None:
             return None

@@ -1,4 +1,4 @@
-"""Tree transformations, which rename, merge, split and complete leaves.
+"""Tree transformations, which rename, merge, split and compute leaves.
 
 A plan determines the source of each leaf of the new tree before any value is read. `apply_transformations` executes it
 for trees in memory, and `holdfast.load_transformed` for saved trees.
@@ -85,14 +85,14 @@ def apply_transformations(
     - A key that is only in the new tree keeps its value. A key that is only in the original tree is dropped.
 
     Leaves of the new tree may be the placeholder ``...``, which may also be filled with a whole container. None does
-    not count as a value. It stays None in the new tree, and is not taken from the original tree.
+    not count as a value: it stays None in the new tree, and is never taken from the original tree.
 
     Values are not cast, compared or copied; if two keys take the same value, they share it.
 
     Args:
         original_tree: Any tree. Its container types may differ from those in the new tree; dictionaries loaded
             without a template are fine.
-        transformations: Dictionary from keys to `Transform` objects.
+        transformations: Dictionary that maps keys to `Transform` objects.
         new_tree: The structure of the result; its values matter only if they are kept.
         default_to_original: Whether the original tree is preferred, as described above. Transformations with
             ``use_fallback`` take values from the tree that is not preferred.
@@ -101,8 +101,8 @@ def apply_transformations(
         A tree with the new tree's containers.
 
     Raises:
-        OptionError: An entry is not a `Transform`, matches no key of the new tree, or refers to a group it lacks.
-        TreeMismatchError: Keys have no value, or a value whose structure does not fit; the error names all such keys.
+        OptionError: An entry is not a `Transform`, matches no key of the new tree, or refers to a missing group.
+        TreeMismatchError: A key has no value, or a value whose structure does not fit; the error names all such keys.
 
     >>> renamed = {"x": Transform(original_key="b/c")}
     >>> apply_transformations({"a": 1, "b": {"c": 2}}, renamed, {"a": ..., "x": ..., "y": 5})
@@ -128,7 +128,7 @@ class OriginalTree:
 
     names: Sequence[str]  # leaf names
     structure: TreeDef | None  # the containers; None if the tree is a bare leaf
-    empty: Sequence[bool]  # whether each leaf is None, which counts as no value
+    empty: Sequence[bool]  # whether each leaf is None, which does not count as a value
     where: str = ""  # location shown in errors; empty for a tree in memory
 
 
@@ -260,7 +260,7 @@ class _Planner:
         return self._taken(path, match.source, value, match)
 
     def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
-        """Return the original tree's part for a leaf; ``value`` keys of nnx variables may be in only one tree."""
+        """Find a leaf's source in the original tree, even if only one tree has the ``value`` keys of nnx variables."""
         part, below = self._original.get(path), self._original.get(f"{path}/value")
         if part is None and path.endswith("/value"):
             above = self._original.get(path.removesuffix("/value"))
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``; its key matches ``target``, ``path`` or one above it."""
+    """Return a rule's match for the leaf at ``path``; its key matches ``target``, a path at or above ``path``."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)

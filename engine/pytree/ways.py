@@ -1,7 +1,7 @@
-"""Ways (access paths) to the leaves of a state, which is searched once; chosen leaves are looked up at every step.
+"""Finds ways (access paths) to the leaves of a state once, so that chosen leaves can be looked up at every step.
 
-A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each step creates a new
-immutable tree or changes a module in place. Nothing is ever written, and no methods of the objects are called.
+A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each training step
+creates a new immutable tree or changes a module in place. Nothing is written, and no methods of the objects are called.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_VALUES = 1000  # maximum number of values to visit in a batch
 _LONG = 200  # characters; longer texts are truncated and end with a checksum
 _SMALL = 1 << 10  # bytes; the values of larger arrays are not converted to text
 _TEXT_DEPTH = 3  # maximum nesting depth of containers that are converted to text
-_MOST_ENTRIES = 256  # entries; the text of a larger container has only its length
+_MOST_ENTRIES = 256  # entries; the text of a larger container gives only its length
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 # Libraries whose objects are not opened.
@@ -74,7 +74,7 @@ class _Way:
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that the state lacks
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that does not exist in the state
 
 
 class _Route:
@@ -310,7 +310,7 @@ def _attributes(value: Any) -> list[str]:
 
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
-    """Return the attributes that every torch module has, and every LightningModule if Lightning is imported."""
+    """Return the attributes of every torch module and, if Lightning is imported, of every LightningModule."""
     classes = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
     return frozenset(name for cls in classes for name in vars(cls()))
 
@@ -402,7 +402,7 @@ def leaves_of(value: Any) -> tuple[list[Any], str]:
 
 
 def _text_of_integers(numbers: Collection[int]) -> str:
-    """Return a checksum of integers such as a generator state; repr would take ten times as long."""
+    """Return a checksum of integers, such as a generator's state; repr would take ten times as long."""
     try:
         return f"integers {zlib.crc32(array('q', numbers).tobytes()):08x}"
     except OverflowError:
