@@ -185,7 +185,7 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
 @arguments.steps
 @arguments.deletes
 def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
-    """Delete checkpoints of a run, pinned and damaged ones, too."""
+    """Delete checkpoints of a run, including pinned and damaged ones."""
     run = ChangedRun(directory, prefix, takes_strays=True)
     run.check(steps)
     return _delete(run, sorted(set(steps)), yes, dry_run, as_json=as_json)
@@ -278,4 +278,4 @@ def _pinning(name: str, text: str) -> click.Command:
 
 
 pin = _pinning("pin", "Keep checkpoints until they are unpinned, even if no rule keeps them.")
-unpin = _pinning("unpin", "Leave checkpoints to the retention rules again.")
+unpin = _pinning("unpin", "Return checkpoints to the control of the retention rules.")

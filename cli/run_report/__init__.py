@@ -41,7 +41,7 @@ from .page import GENERATOR, draw_page
 )
 @arguments.as_json
 def report(directories: Sequence[str], output: str, no_statistics: bool, norm_steps: int | None, as_json: bool) -> int:
-    """Write the life of runs on one page of HTML, which opens from disk without a network.
+    """Write a report on runs as one HTML page, which opens without a network connection.
 
     The page shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept
     checkpoints, sizes, statistics of every leaf, changes in norms, the tree, and why each step is kept. Without

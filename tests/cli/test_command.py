@@ -487,7 +487,7 @@ def test_help_and_version(cli: Cli) -> None:
         ("bash", "holdfast ro", "plain,rollback\n"),
         ("bash", "holdfast show --tr", "plain,--tree\n"),
         ("zsh", "holdfast recipes l", "plain\nlightning_digits\n_\n"),
-        ("zsh", "holdfast un", "plain\nunpin\nLeave checkpoints to the retention rules again.\n"),
+        ("zsh", "holdfast un", "plain\nunpin\nReturn checkpoints to the control of the retention rules.\n"),
         ("fish", "holdfast run flax_d", "plain,flax_digits\n"),
     ],
 )
