@@ -34,7 +34,7 @@ from .torch.files import ZIP_MAGIC, opened
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds the weights
-_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member of each JSON item
+_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member for each JSON item
 _DOCUMENT_LIMIT = 64 << 20  # bytes
 _NODES = 1_000_000  # maximum number of datasets and links in a file
 _RATIO = 2048  # maximum compression ratio of HDF5
@@ -202,7 +202,7 @@ class NumpyTree(FetchedTree):
 
 @contextlib.contextmanager
 def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive; raise DamagedCheckpointError with the file name if its content is invalid."""
+    """Open a zip archive; raise a DamagedCheckpointError that names the file if its content is invalid."""
     with location.open_data() as reader:
         try:
             file = opened(reader, 0, reader.size)

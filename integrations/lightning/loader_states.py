@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to current batch size (1 if unknown); raise StateError if the loaders' ratios differ."""
+    """Return the ratio of saved to current batch size, or 1 if unknown; raise StateError if it differs by loader."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or that every process has."""
+        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or on every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):

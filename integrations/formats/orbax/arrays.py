@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently, and pass their index and data to ``use``; return names and errors."""
+        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return errors by name."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -201,7 +201,7 @@ class ProcessDatabases:
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
-        self._folders: dict[str, Location] = {}  # maps each key to its folder, or to the first one if replicated
+        self._folders: dict[str, Location] = {}  # maps each key to its folder, or to the first folder if replicated
         for folder in folders:
             try:
                 with naming(folder):

@@ -35,7 +35,7 @@ METRICS_FOLDER = "metrics"
 ONLY_ITEM = "default"  # item name if a manager saves a single item
 _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-# This item lists the devices of every process. Managers that save to the local disk of each host write it.
+# An item that lists the devices of every process, written by managers that save to the local disk of each host.
 _PROCESSES = "process_metadata"
 RUN_METADATA = "metadata"  # folder with the custom metadata of the run, next to the steps
 RUN_METADATA_FILE = "_ROOT_METADATA"
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories named ``<step>`` or ``<prefix>_<step>``; if prefixes differ, only the most common one counts."""
+    """Find directories named ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use only the most common one."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 
@@ -160,7 +160,7 @@ def _run_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def is_finished(location: Location, names: frozenset[str]) -> bool:
-    """True if Orbax finished saving a directory."""
+    """True if Orbax has finished saving a directory."""
     if any(UNFINISHED in part for part in location.url.split("/")):
         return False
     if not location.url.startswith("gs://"):
