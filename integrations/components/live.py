@@ -148,7 +148,7 @@ def refreshed(old: LiveComponent) -> LiveComponent:
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object names itself, or [] if it has no method for this."""
+    """Return the components that an object itself names, or [] if it has no method for naming them."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []

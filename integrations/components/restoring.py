@@ -183,7 +183,7 @@ class TreeRestore:
                 continue
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
-            except Exception:  # report the original error of the restore to the caller
+            except Exception:  # the caller must get the original error of the restore
                 _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:

@@ -2,7 +2,7 @@
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
 the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values of
-a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold these.
+a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def overrides(value: Any, method: str) -> bool:
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with those arguments that are not None and that it accepts."""
+    """Call an object's own ``get_state`` with the given arguments that are not None and that the method accepts."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
@@ -153,7 +153,7 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save does."""
+    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save would."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own state and those of its components, which RLlib may nest by path."""
+    """Split a state into the component's own state and the states of its children, which RLlib may nest by path."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -368,7 +368,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():
-            with contextlib.suppress(UnsupportedLeafError):  # A component that cannot be walked has a get_state().
+            with contextlib.suppress(UnsupportedLeafError):  # Components that cannot be walked have get_state().
                 for node in walk(component, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*component.path, *node.path))

@@ -36,7 +36,7 @@ _ELSEWHERE = {  # location of the values, keyed by the module prefix of the clas
     "tf_keras.": "in TensorFlow",
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
-_CODE_MODULES = ("builtins", "operator", "types")  # modules of other classes whose callable instances are code
+_CODE_MODULES = ("builtins", "operator", "types")  # modules of further classes whose callable instances are code
 # Process-level tools, and settings that a program creates at every start, hold no training state.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (

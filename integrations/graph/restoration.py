@@ -106,7 +106,7 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The status of a restore, including objects that are created after it.
+    """The status of a restore, which also covers objects that are created after the restore.
 
     Values for objects that are created later are restored when the objects are attached, or else by `try_complete` and
     the assertions. A save never restores them.
@@ -191,7 +191,7 @@ class RestoreStatus:
 
 
 def describe_no_match(report: RestoreReport) -> str:
-    """Describe a restore that matched nothing, and list the values of the program and of the checkpoint."""
+    """Describe a restore that matched nothing, and list the values in the program and in the checkpoint."""
     why = ", as nothing has been attached yet"
     if report.missing or report.restored:
         why = (
@@ -392,7 +392,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and validate values; return them with their assignments, and the assignments that are already done."""
+        """Read and validate values; return each with its assignment, and also the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
@@ -452,7 +452,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Have the holders report new objects if values are still waiting for objects."""
+        """If values are still waiting for objects, have the holders report new objects."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):

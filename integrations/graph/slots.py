@@ -110,7 +110,7 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that the object's own methods handle; it is the same on all processes."""
+    """A part of an object's state that is handled by the object's own methods and is the same on all processes."""
 
 
 class MemberSlot(Attachment):

@@ -20,14 +20,14 @@ class Resumable(Protocol):
     """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restore new objects under the given key of a holder, or under any key if it is None."""
+        """Restore new objects under the given key of a holder; a key of None stands for any key."""
 
     def expects_below(self, holder: object, key: object) -> bool:
         """True if there are values for objects below the given key of a holder."""
 
 
 class Untracked:
-    """Marks a value that a `Node` holds, but neither saves nor restores.
+    """Marks a value that a `Node` holds but neither saves nor restores.
 
     Args:
         value: The value of the attribute.
@@ -204,9 +204,9 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program that names the children a walk visits."""
+    """A part of a program, with names for the children that a walk visits."""
 
-    value: Any  # object whose attributes are the children; a restore sets them
+    value: Any  # object with the children as attributes, which a restore sets
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:

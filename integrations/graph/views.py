@@ -79,7 +79,7 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # These return a Keras object's edges, in a given parameter order or under the names of earlier versions.
+    # Return a Keras object's edges in a given parameter order (`listed`) or by earlier versions' names (`numbered`).
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
