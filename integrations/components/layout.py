@@ -41,7 +41,7 @@ from ..graph import Path, as_list
 from .constructor_spec import as_text, check_spec
 from .names import STATE
 
-# Layout version that is written, as (major, minor); readers of the same major version can read it.
+# The layout version to write, as (major, minor); any reader of the same major version can read it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers

@@ -45,7 +45,7 @@ _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 class NativeComponent:
     """A component in a holdfast checkpoint; its ``path`` is relative to the component that was opened."""
 
-    left_out: Sequence[str] = ()  # messages about values in the file that the returned state does not include
+    left_out: Sequence[str] = ()  # messages about values in the file that are left out of the returned state
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -252,7 +252,7 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
 
 
 def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda part: part.state()) -> Any:
-    """Return the states of a component and all components below it; ``read`` reads the state of a single one."""
+    """Return the states of a component and all components below it; ``read`` reads one component's state."""
     state = read(component)
     for path, child in component.children.items():
         if not isinstance(state, dict):

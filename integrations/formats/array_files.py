@@ -144,7 +144,7 @@ class HDF5Tree(FetchedTree):
                 self._dataset(here, child)
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
-            elif address in self._paths:  # shared groups could have exponentially many paths
+            elif address in self._paths:  # visited only once, because shared groups could have exponentially many paths
                 self._add(here, np.dtype("V1"), (), f"another name of {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)

@@ -392,8 +392,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # If the format does not distinguish None from an empty container, the leaf becomes a container. It is usually
-        # an empty optimizer state, which is also a container in the template.
+        # A leaf that may be either None or an empty container is saved as a container, because it usually represents an
+        # empty optimizer state, which is also a container in the template.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure

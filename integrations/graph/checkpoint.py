@@ -54,7 +54,7 @@ class Checkpoint(Node):
     several paths is saved only once.
 
     Args:
-        root: An object, or a weak reference to one, whose attributes are saved as if they were attributes of this one.
+        root: An object, or a weak reference to one, whose attributes are saved as if they were the checkpoint's own.
         **objects: The objects to attach, by name.
 
     Raises:

@@ -391,7 +391,7 @@ def bare_variable(value: Any) -> Any:
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return a Keras object's named variables and parts, including the TensorFlow lists named in ``saved``."""
+    """Return a Keras object's variables, layers and optimizer by name, and the TensorFlow lists in ``saved``."""
     # `order` gives, for each optimizer parameter, the index of its values in the saved lists.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
@@ -413,7 +413,7 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
 
 
 def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and parts of a Keras object under the names that earlier versions used."""
+    """Return a Keras object's variables, layers and optimizer under the names that earlier versions used."""
     return _numbered(_parts(value))
 
 

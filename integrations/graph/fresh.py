@@ -20,7 +20,7 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """The description of an object, without its value, which changes during training."""
+    """The description of an object; its value is omitted, because it changes during training."""
 
     def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view

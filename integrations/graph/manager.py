@@ -23,7 +23,7 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the start time below
+_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the time recorded by `_SINCE`
 _SINCE = "holdfast.since"  # step metadata key for the time when the directory's first manager was created
 
 

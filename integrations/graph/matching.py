@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # A container is not covered either if it holds an object that is bound elsewhere in the program.
+        # Also return None if the container holds an object that is bound elsewhere in the program.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -312,7 +312,7 @@ class Bindings:
         identity = id(value) if fixed else None
         if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
             return True
-        kept = [binding for binding in bindings if binding.path != path]  # replaces an object at the same path
+        kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
         others = [binding for binding in kept if binding.identity not in (None, identity) and binding.lives]
         if fixed and others:
             if self.conflicts.get(number) != (others[0].path, path):

@@ -255,7 +255,7 @@ class Restoration:
         self._settled: set[Path] = set()
         self._replaced: set[Path] = set()  # paths of plain containers whose contents were replaced as a whole
         self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
-        self.retired = False  # whether a later restore has all values that this one waits for
+        self.retired = False  # whether a later restore has all values that this one is waiting for
         self.reported: set[Path] = set()  # paths of unrestored values that a save has already logged
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # entries with values restored through other paths
+        lacking = [path for path in lacking if path not in named]  # entries whose values were restored elsewhere
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),

@@ -378,7 +378,7 @@ def _contents(container: Any) -> list[Any]:
 
 
 def expect(holder: object, restore: Resumable) -> bool:
-    """Subscribe a restore to a holder's new objects; return False if impossible or already subscribed."""
+    """Subscribe a restore to a holder's new objects; return False if this is impossible or already done."""
     if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
         return False
     holder._holdfast_pending.append(restore)
@@ -392,7 +392,7 @@ def forget(holder: object, restore: Resumable) -> None:
 
 
 def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
-    """Notify all restores that wait for this holder about a new object, starting with the latest restore."""
+    """Notify all restores that are waiting for new objects in this holder, starting with the latest restore."""
     try:
         for restore in reversed(list(holder._holdfast_pending)):
             restore.resume(holder, key)

@@ -263,7 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
-    """Return a view of an optimizer, as a leaf if it customizes its state; edges lead to inner optimizers."""
+    """Return an optimizer's view: a leaf if it customizes its state, and otherwise a branch to inner optimizers."""
     inner = [(name, attribute) for name, attribute in vars(value).items() if is_optimizer(attribute)]
     branch = Branch(class_name(value), _attributes(value, inner, slot), optimizer=value)
     if not has_own_protocol(value):

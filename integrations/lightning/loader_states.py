@@ -89,7 +89,7 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the samplers' epoch, as Lightning does, but before their iterators are created."""
+    """Set the epoch of the samplers, as Lightning does, but before their iterators are created."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)

@@ -318,7 +318,7 @@ def has_done_all_batches(fit: Any) -> bool:
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run is complete; unlike ``fit.done``, this does not log a message."""
+    """Return whether the run ends at this point; unlike ``fit.done``, this does not log a message."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
@@ -331,7 +331,7 @@ def _reached(count: int, limit: int | None) -> bool:
 
 
 def skip_sanity_check(fit: Any) -> None:
-    """Skip the trainer's sanity check by marking the validation loop as restarting, until :func:`clear_restart`."""
+    """Skip the trainer's sanity check by marking the validation loop as restarting; see :func:`clear_restart`."""
     fit.epoch_loop.val_loop.restarting = True
 
 

@@ -41,7 +41,7 @@ class FitRecorder:
     # The state is consistent when a batch and the work that follows it (the module's own hook, validation, and the
     # schedulers) are complete, unless gradients are still being accumulated. This is the case when the next batch
     # begins or, after the last batch, when the epoch ends. After a signal, a step is also saved before validation,
-    # with which the resumed run then begins.
+    # and the resumed run then begins with validation.
 
     def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
         self.fit = fit

@@ -6,8 +6,8 @@ the data loaders, when a loader creates its iterator (and seeds the workers, whi
 To restore a stateless loader, a resumed run passes the first three points with the saved generator states and then
 draws the earlier batches again. A stateful loader restores itself.
 
-:class:`EpochReplay` is a state machine. It either follows the run or, until the loops have returned there, holds a
-saved position at the end of an epoch or within one. Lightning's loops produce these events, in this order:
+:class:`EpochReplay` is a state machine. It either follows the run or holds a saved position, at the end of an epoch
+or within one, until the loops have returned to it. Lightning's loops produce these events, in this order:
 
 ==============  =======================  ================================  ======================================
 event           no saved position        position at the end of an epoch   position within an epoch
@@ -93,7 +93,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` is True if the work after the batch is yet to be done."""
+        """Return the position as a tree; ``is_cut_off`` means that the process ends before the work after the batch."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -118,7 +118,7 @@ class EpochReplay:
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
-            ahead = getattr(self.fetcher, "batches", ())  # one prefetched batch, if the data has no length
+            ahead = getattr(self.fetcher, "batches", ())  # holds one prefetched batch if the data has no length
             position["fetched"] = self.fetcher.fetched
             position["consumed"] = self.fetcher.fetched - len(ahead)
             if not loaders.all_stateful(parts):
@@ -147,7 +147,7 @@ class EpochReplay:
         if self._made and makes:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read this to create the loaders.
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read this when it creates loaders.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:

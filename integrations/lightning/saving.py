@@ -25,7 +25,7 @@ from .trees import POSITION
 logger = logging.getLogger("holdfast")
 
 PREEMPTED = "preempted"
-"""The recorded reason for a save after a signal."""
+"""The reason that is recorded for a save after a signal."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Newest:
     is_cut_off: bool = False  # True if it was saved before the work that follows its batch, such as validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether a step has been saved with all of its work, such as validation, complete."""
+        """Return whether a step was saved after all of its work was complete, including validation."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resume would continue after this step, or with the work that follows its batch."""
+        """Return whether a resumed run would continue after this step, or with the work that follows its batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 

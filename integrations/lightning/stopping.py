@@ -42,7 +42,7 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends a ``fit`` after a signal, either at the next consistent point or a few recorded but unsaved steps later."""
+    """Ends a ``fit`` after a signal: at the next consistent point, or after more steps that are only recorded."""
 
     fit: Fit
     points: Stop

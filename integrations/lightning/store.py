@@ -226,7 +226,7 @@ class RunStore:
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has already considered this step.
             return None
 
-        # Checkpoints saved at an interval rarely coincide with a validation, so they would otherwise never be ranked.
+        # Checkpoints saved at an interval rarely coincide with validation, so they would otherwise never be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None

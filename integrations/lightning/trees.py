@@ -40,7 +40,7 @@ POSITION = "holdfast"
 """The entry for state that Lightning's own checkpoints lack, such as the data position and random generators."""
 
 VERSION = 1
-"""The version of these trees. It increases when earlier versions of holdfast cannot read new trees."""
+"""The version of these trees, which is increased when earlier versions of holdfast cannot read new trees."""
 
 _VERSION = "tree_version"  # absent in trees from version 0.1.0
 _VERSIONS = "state_dict_versions"
@@ -188,7 +188,7 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 # ---- values of other types, such as those in hyper-parameters
 #
 # Paths are saved as strings, namespaces as dictionaries, and dtypes by name, which every reader can use. The type names
-# are also saved, so that Lightning gets the original types. Restoring calls only the constructors in this table and
+# are also saved, so that the original types can be restored. Restoring calls only the constructors in this table and
 # those of classes that the program has already loaded.
 
 

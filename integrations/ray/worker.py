@@ -42,8 +42,8 @@ def run_directory(name: str = "checkpoints") -> str:
 
     Returns:
         A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
-        endpoint or ``RunConfig(storage_filesystem=...)``, this is the URL of the location that
-        ``holdfast.storage.as_location(..., filesystem=...)`` returns, whose guarantees then apply.
+        endpoint or ``RunConfig(storage_filesystem=...)``, the URL is the one that
+        ``holdfast.storage.as_location(..., filesystem=...)`` returns, and the same guarantees apply.
 
     Raises:
         StateError: This process is not a Ray Train worker.

@@ -35,7 +35,7 @@ from ....engine.storage import Location, aligned_empty, map_status, shared_conte
 if TYPE_CHECKING:
     import tensorstore
 
-_CACHE = 64 << 20  # bytes; cache of decoded B+tree nodes, shared by all arrays
+_CACHE = 64 << 20  # bytes; size of the cache of decoded B+tree nodes, which all arrays share
 _UNDER_WAY = 1 << 30  # bytes; limit on concurrent array reads
 _RATIO = 1 << 16  # maximum compression ratio of the supported compressors
 _SMALL_CHUNK = 64 << 20  # bytes; chunk size that is accepted for arrays of any size
@@ -79,7 +79,7 @@ def _s3_spec(bucket: str) -> dict[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """A request to read an array, or one box of it."""
+    """A request to read an array or one box of it."""
 
     name: str
     box: Box | None = None

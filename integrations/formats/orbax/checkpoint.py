@@ -37,7 +37,7 @@ _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
 # An item that lists the devices of every process, written by managers that save to the local disk of each host.
 _PROCESSES = "process_metadata"
-RUN_METADATA = "metadata"  # folder with the custom metadata of the run, next to the steps
+RUN_METADATA = "metadata"  # folder next to the steps, with the custom metadata of the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # maximum number of directories searched for items if no file marks a checkpoint
 

@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map each number to ``<name>-<number>``, for the newest checkpoint's name or, failing that, the most common."""
+    """Map each number to ``<name>-<number>``, using the newest checkpoint's name or else the most common one."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):

@@ -61,7 +61,7 @@ class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unles
 
 
 class TorchArchive:
-    """A torch.save archive at an ``offset`` in a larger file; record offsets are relative to the larger file."""
+    """A torch.save archive at an ``offset`` in a larger file; record offsets are relative to that file."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -229,14 +229,14 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:
-    """Unpickle the object in an archive, as containers of :class:`StoredArray`, plain values, and inert objects."""
+    """Unpickle the object in an archive into containers of :class:`StoredArray`, plain values, and inert objects."""
     return unpickle(archive.pickle, BUILDERS, storage_finder(archive.records, file, archive.byte_order))
 
 
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data with `Unreadable`; if ``needed`` is given, remove them from other members.
+    """Replace objects that are not data with `Unreadable`; with ``needed``, remove them from members not listed there.
 
     ``none`` allows None as a dictionary key, for dictionaries that are never stored as a tree.
     """

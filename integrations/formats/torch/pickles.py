@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inert:
-    """A record of a call in a pickle, which the interpreter does not execute."""
+    """A record of a call in a pickle, which is never executed."""
 
     name: Name
     arguments: tuple[Any, ...]
