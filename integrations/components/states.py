@@ -68,7 +68,7 @@ _AT_ONCE = 32  # maximum number of concurrent state requests to remote component
 
 
 class _GivenState(Location):
-    """The location that error messages show for a state passed by the program."""
+    """The location shown in error messages for a state that the program passes."""
 
     @property
     def url(self) -> str:

@@ -46,7 +46,7 @@ class Matching:
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
-        self.waiting: list[Any] = []  # holders in which the object for a saved value is missing
+        self.waiting: list[Any] = []  # holders that lack the object for a saved value
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
@@ -187,7 +187,7 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # The graph of a plain tree, which never has own states, has additional edges for dotted keys.
+                # A plain tree's graph, in which has_own_states is never set, has additional edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 

@@ -206,7 +206,7 @@ class Node:
 class Part:
     """A part of a program, with names for the children that a walk visits."""
 
-    value: Any  # object with the children as attributes, which a restore sets
+    value: Any  # the object that holds the children in its attributes, which a restore assigns
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ SEQUENCES: dict[str, Any] = {
     "collections.deque": deque,
     f"{TrackedList.__module__}.{TrackedList.__name__}": list,
 }
-_ORDERED = "collections.OrderedDict"  # such as a torch state dict
+_ORDERED = "collections.OrderedDict"  # the type of a torch state dict, for example
 _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 

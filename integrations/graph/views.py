@@ -312,7 +312,7 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 
 def _set_item(container: Any, key: Any, value: Any) -> None:
     base: Any = next(base for base in (dict, list, deque) if isinstance(container, base))
-    base.__setitem__(container, key, value)  # bypasses the method of a tracked container
+    base.__setitem__(container, key, value)  # bypasses the overridden method of a tracked container
 
 
 def _copy_encoded(tensor: Any, value: Any) -> None:

@@ -25,7 +25,7 @@ class LiveNode:
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[LiveNode]] = field(default_factory=list)  # each optimizer group's parameters in the graph
     number: int = -1  # node number in the saved document
-    outside: bool = False  # whether the value is saved elsewhere and the node only names the object
+    outside: bool = False  # whether the node only names an object whose value is saved elsewhere
 
     @property
     def has_value(self) -> bool:

@@ -164,7 +164,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # A Ray Train actor runs functions that are passed to its execute method in its main thread.
+            # In its main thread, a Ray Train actor runs the functions that are passed to its execute method.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:

@@ -25,7 +25,7 @@ from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # part of the directory name while a save is unfinished
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of a directory's name while its save is unfinished
 # This file marks a finished save on Google Cloud Storage, where directories cannot be renamed.
 COMMITTED = "commit_success.txt"
 
