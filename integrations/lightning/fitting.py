@@ -181,7 +181,7 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """While the trainer loads a checkpoint, replace the optimizer and scheduler states in it with states that fit."""
+        """While a checkpoint is loaded, replace the optimizer and scheduler states in it with states that fit."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return

@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wraps methods of individual objects until :meth:`remove` is called; wrappers act only while ``applies()`` is true."""
+    """Places wrappers around methods of single objects until :meth:`remove`; they act only while ``applies()`` is true."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
