@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Places wrappers around methods of single objects until :meth:`remove`; they act only while ``applies()`` is true."""
+    """Wraps methods of individual objects; the wrappers act until :meth:`remove`, while ``applies()`` is true."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
