@@ -43,13 +43,13 @@ class Component(Protocol):
     """An object with a state that can be part of a component tree and can have components below it."""
 
     def get_state(self) -> Any:
-        """Return the state, with or without the states of the components below, which are saved separately."""
+        """Return the state, with or without the states of the components below it, which are saved separately."""
 
     def set_state(self, state: Any) -> None:
         """Restore a complete or partial state; values that are not in it are left unchanged."""
 
     def get_checkpointable_components(self) -> Iterable[tuple[str, Any]]:
-        """Return the components below with their names; any object can be one, such as a module or an optimizer."""
+        """Return the child components with their names; a child can be any object, such as a module or an optimizer."""
 
 
 class Checkpointable:
@@ -58,7 +58,7 @@ class Checkpointable:
     By default, the state of a component is everything reachable from its attributes (tensors, arrays, modules,
     optimizers, numbers, strings, containers, random generators, other objects), and the components below it are the
     `Checkpointable` objects among its attributes, including those in lists and dictionaries. The constructor arguments
-    are recorded when the component is created. All methods may be overridden. Attributes that the class names in
+    are recorded when the component is created. All methods may be overridden. Attributes that the class lists in
     ``__untracked__`` are not part of the state.
 
     >>> import tempfile, numpy as np
@@ -104,7 +104,7 @@ class Checkpointable:
         Args:
             path: A path or URL (``memory://``, ``s3://``, ``gs://``, ``az://``, ...); None creates a new
                 temporary directory.
-            state: The state to save instead of that from ``get_state()``; components that are not in it are left out.
+            state: The state to save instead of the result of ``get_state()``; components missing from it are left out.
             overwrite: Replace an existing component tree. After a crash, either the old or the new tree is intact.
             layout: Sizes of chunks and data files, and the compression of chunks, as in ``hf.Layout(compression=3)``.
             use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
@@ -241,14 +241,14 @@ class Checkpointable:
         """Return a snapshot of the state, which later changes do not affect.
 
         Args:
-            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a pattern
-                such as ``"learner/*"``; None includes all. Components above them contribute only their own state.
+            components: Which components below to include: a path such as ``"learner/p0"``, a list of paths, or a
+                pattern such as ``"learner/*"``; None includes all. Components above these add only their own state.
             not_components: The components to exclude; takes precedence over ``components``.
             **options: Arguments such as ``inference_only=True`` for components below that have their own ``get_state``;
                 each of these receives the arguments that it accepts.
 
         Returns:
-            The component's own state, with the states of the components below under their names.
+            The component's own state and, under their names, the states of the components below it.
 
         Raises:
             TreeMismatchError: There is no such component; the message lists the existing ones.

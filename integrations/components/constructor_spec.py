@@ -39,7 +39,7 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size, in bytes, of an array argument that is kept
+_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array argument that is kept
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Tensor dtypes that numpy also supports.
@@ -50,7 +50,7 @@ _NESTED = "recipe"  # kind of an object with a spec of its own
 
 # Returns the reference to a component in the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
-# Returns the spec of an object with known constructor arguments, or None.
+# Returns the spec of an object with known constructor arguments, or None for any other object.
 Nested = Callable[[Any], "dict[str, Any] | None"]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint handler for component trees, which are saved at once or in the background."""
+"""A checkpoint handler for component trees, which are saved either at once or in the background."""
 
 from __future__ import annotations
 

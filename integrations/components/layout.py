@@ -1,9 +1,9 @@
 """The directory layout of a component tree, and the files that a commit adds to it.
 
-The commit record of the root has an item for each component. The item of the root is named ``state``, and any other
-item has the component's path as its name: ``learner/p0`` is stored in the folder ``learner/p0/state``. The directory of
-each component has a record that is derived from the root's, so that the component can be loaded, verified and copied
-alone. Each state folder has a component description, ``component.json``.
+The commit record of the root has an item for each component. The item of the root is named ``state``, and every
+other item is named after its component's path: ``learner/p0`` is stored in the folder ``learner/p0/state``. The
+directory of each component has a record derived from the root's, so that the component can be loaded, verified and
+copied on its own. Each state folder has a component description, ``component.json``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ..graph import Path, as_list
 from .constructor_spec import as_text, check_spec
 from .names import STATE
 
-# Layout version that is written, as (major, minor); readers of the same major version can read it.
+# The layout version to write, as (major, minor); any reader of the same major version can read it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers
-# Array folder in a state folder; it is created first, so that both names become durable together.
+# Array folder in a state folder; created first, so that the names of both folders become durable together.
 DATA = "d"
 _LEVELS = 32  # maximum number of parent directories to search for the tree that contains a path
 
@@ -59,8 +59,8 @@ class Description:
     obstacle: str = ""  # why the constructor arguments are unknown
     path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
-    # Maps the relative paths of components that are saved elsewhere in the tree to the paths, from the root, under
-    # which they are saved.
+    # Maps the relative path of each component that is saved elsewhere in the tree to the path, from the root, under
+    # which it is saved.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 

@@ -74,7 +74,7 @@ class LiveComponent(Part):
 
     @property
     def ends(self) -> Callable[[Any], bool]:
-        """A predicate that is True for objects saved as components, even this one if another component refers to it."""
+        """A predicate that is True for objects saved as components, including this one if another refers to it."""
         below = {id(child.value) for child in self.children}
         return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that this one names, with relative paths; those located elsewhere come last."""
+        """Return the components that this one names, with their relative paths; those located elsewhere come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -102,7 +102,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for components, False for their parents; a directory has a single owner
+        taken: dict[Path, bool] = {}  # True for component paths, False for their parents; a directory has one owner
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -148,7 +148,7 @@ def refreshed(old: LiveComponent) -> LiveComponent:
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object names itself, or [] if it has no method for this."""
+    """Return the components that an object itself names, or [] if it has no method for naming them."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the matching objects in containers (with ``objects``, also in modules), each with the keys to it."""
+    """Yield the matching objects in containers (with ``objects``, also in modules), each with the path to it."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):

@@ -106,7 +106,7 @@ class Permissions:
         self.main: str | None = None  # the module that was ``__main__`` in the program that saved the checkpoint
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Return the class or function at an import path; with ``made``, the checkpoint requests an instance of it."""
+        """Return the class or function at an import path; ``made`` means that the checkpoint requests an instance."""
         if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path
@@ -141,7 +141,7 @@ class Permissions:
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
     def _defined_at(self, target: Any, path: str, where: str) -> Any:
-        """Return an object that a pattern allows; raise NotAllowedError if it is only imported at that path."""
+        """Return an object that a pattern allows; raise NotAllowedError if the path only imports it from elsewhere."""
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         home = f"{module}:{name}" if isinstance(module, str) and isinstance(name, str) else None
         if home is not None and (self._matches(home) or self._allowed.get(home) is target):

@@ -45,7 +45,7 @@ _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 class NativeComponent:
     """A component in a holdfast checkpoint; its ``path`` is relative to the component that was opened."""
 
-    left_out: Sequence[str] = ()  # messages about values in the file that the returned state does not include
+    left_out: Sequence[str] = ()  # messages about values in the file that are left out of the returned state
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -60,7 +60,7 @@ class NativeComponent:
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
-        """The components below, keyed by their paths relative to this one."""
+        """The child components, keyed by their paths relative to this one."""
         children: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
@@ -126,7 +126,7 @@ class RLlibComponent(RLlibDirectory):
         return stored_state(self.own_state(none=False), self.location)  # None cannot be a tree key
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
-        """Return the class name, the constructor spec, and the reason if the spec is None."""
+        """Return the class name, the constructor spec, and, if the spec is None, the reason."""
         if CONSTRUCTOR not in self.names:
             return "", None, f"{self.location} has no {CONSTRUCTOR}"
         file, name = self.location / CONSTRUCTOR, ""
@@ -181,7 +181,7 @@ def read_state(path: Place) -> Any:
         path: The directory of a component tree, or of a component in it. RLlib directories are supported as well.
 
     Returns:
-        A dictionary with the component's own state, and the states of the components below under their names.
+        A dictionary with the component's own state and, under their names, the states of the components below it.
 
     Raises:
         CheckpointNotFoundError: There is no saved component at the path.
@@ -252,7 +252,7 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
 
 
 def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda part: part.state()) -> Any:
-    """Return the states of a component and all components below it; ``read`` reads the state of a single one."""
+    """Return the states of a component and all components below it; ``read`` reads one component's state."""
     state = read(component)
     for path, child in component.children.items():
         if not isinstance(state, dict):

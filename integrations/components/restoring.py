@@ -36,7 +36,7 @@ def kept_values(patterns: Patterns | None) -> PathFilter | None:
 
 @dataclass(eq=False)
 class TreeRestore:
-    """A restore of a live component, which reads and thus verifies all states before anything is changed."""
+    """A restore of a live component; all states are read, and thereby verified, before anything is changed."""
 
     target: LiveComponent
     saved: SavedComponent
@@ -94,7 +94,7 @@ class TreeRestore:
         return origins
 
     def _missing(self) -> list[str]:
-        """Return the names that the target uses for components that the checkpoint lacks."""
+        """Return the target's names for components that are missing from the checkpoint."""
         here = list(self.target.walk())
         within = {component.path for component in here}
         every = [(component.path, component.path) for component in here]
@@ -126,7 +126,7 @@ class TreeRestore:
         """Restore all components, including those that are created during the restore."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # the last component needs no undo, because nothing can fail after it
+            if not self.fresh:  # the last component is never undone, because nothing can fail after it
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
@@ -183,11 +183,11 @@ class TreeRestore:
                 continue
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
-            except Exception:  # report the original error of the restore to the caller
+            except Exception:  # the caller must get the original error of the restore
                 _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """Remove restored optimizer values for parameters that did not fit, anywhere in the tree."""
+        """Remove the restored optimizer values of all parameters in the tree that did not fit."""
         fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)
@@ -223,7 +223,7 @@ def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
 
 
 def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
-    """Return the state if the component has a ``set_state`` of its own, or else the opened graph."""
+    """Return the state if the component has its own ``set_state``; otherwise, return the opened graph."""
     return origin.state(component.value) if overrides(component.value, "set_state") else origin.graph()
 
 
@@ -257,7 +257,7 @@ class TreeConstruction:
         except ConstructorFailed as failed:
             (error,) = failed.args
             raise error from error.__cause__
-        # Overrides take precedence over plain values of the same name in the state: attributes and optimizer options.
+        # Overrides take precedence over plain values of the same name in the state, such as optimizer options.
         names = {escape_key(name) for name in overrides}
 
         def keep(path: Path, leaf: SavedLeaf | None) -> bool:

@@ -45,11 +45,11 @@ _REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # unlike an ac
 
 @dataclass(frozen=True, slots=True)
 class PreparedComponents:
-    """A component tree, ready to be written as a checkpoint or as an item of one."""
+    """A component tree that is ready to be written, either as a checkpoint or as an item of one."""
 
     states: Mapping[Path, PreparedItem]  # keyed by component path; () is the root
     descriptions: Mapping[Path, bytes]  # contents of the component description files
-    files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, once it is written
+    files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, after it has been written
 
     def commit(
         self, location: Location, *, overwrite: bool, step: int | None, metrics: Mapping[str, float] | None
@@ -195,7 +195,7 @@ def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mappi
 
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
-    """Return an object's constructor spec, or None and the reason why it is unknown."""
+    """Return an object's constructor spec, or None with the reason why it is unknown."""
     method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (
@@ -251,7 +251,7 @@ _version = functools.cache(metadata.version)
 @functools.cache
 def commit_of(module: str) -> str | None:
     """Return the commit of a module's git repository, or None, without running git."""
-    # Cached, because a later commit does not contain the code that this process has loaded.
+    # Cached, because a commit that is made later does not describe the code that has been loaded.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 

@@ -2,7 +2,7 @@
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
 the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values of
-a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold these.
+a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold them.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# State key for the graph document as a string; it is omitted if the names of the values imply the graph.
+# State key under which the graph document is stored as a string; omitted if the names of the values imply the graph.
 GRAPH = "__graph__"
 
 _AT_ONCE = 32  # maximum number of concurrent state requests to remote components
 
 
 class _GivenState(Location):
-    """The location that error messages show for a state passed by the program."""
+    """The location shown in error messages for a state that the program passes."""
 
     @property
     def url(self) -> str:
@@ -94,14 +94,14 @@ def inherited(method: F) -> F:
 
 
 def overrides(value: Any, method: str) -> bool:
-    """True if an object has its own implementation of ``method``, which is ``get_state`` or ``set_state``."""
+    """True if an object has its own implementation of ``method`` (``get_state`` or ``set_state``)."""
     implementation = getattr(type(value), method, None)
     # Optimizers are always walked, because the walk gives their values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with those arguments that are not None and that it accepts."""
+    """Call an object's own ``get_state`` with the given arguments that are not None and that the method accepts."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be left out."""
+    """Capture component states; ``partial`` allows optimizer values for parameters outside the tree to be left out."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -153,7 +153,7 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save does."""
+    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save would."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
@@ -177,9 +177,9 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 
 
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for components inside objects that are not searched for components."""
+    """Raise UnsupportedLeafError for components inside objects that a search for components does not enter."""
     named = {id(other.value) for other in component.root.walk()}
-    # Components found among the attributes are exempt: if they are not named, a save logs a warning.
+    # Components found among the attributes are exempt, because a save logs a warning if they are not named.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizer values that would be lost because no component has the parameters."""
+    """Raise UnsupportedLeafError for optimizer values that would be lost because no component holds the parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -214,7 +214,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """True if a graph has more structure than the containers that hold its values."""
+    """True if a graph has structure that the containers of its values do not capture."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own state and those of its components, which RLlib may nest by path."""
+    """Split a state into the component's own state and the states of its children, which RLlib may nest by path."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -319,7 +319,7 @@ def _options(graph: LiveGraph) -> dict[str, Any]:
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
     """Remove a component's optimizer values for tensors whose shape has changed; return a message for each."""
-    # When an optimizer is restored, it is not yet known which parameters of other components do not fit.
+    # This is done last, because only then is it known which parameters of other components do not fit.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
@@ -346,7 +346,7 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     flat = flatten(pack_tree(values))
     packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
     if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
-        flat = flatten(values)  # Documents of earlier versions name each element.
+        flat = flatten(values)  # graph documents of earlier versions name each element separately
     described = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in described.items()]
     arrays = {name: leaf for name, leaf in described.items() if isinstance(leaf, ArrayLeaf)}
@@ -368,7 +368,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():
-            with contextlib.suppress(UnsupportedLeafError):  # A component that cannot be walked has a get_state().
+            with contextlib.suppress(UnsupportedLeafError):  # such a component has its own get_state()
                 for node in walk(component, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*component.path, *node.path))

@@ -34,7 +34,7 @@ from .torch.files import ZIP_MAGIC, opened
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds the weights
-_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member of each JSON item
+_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member for each JSON item
 _DOCUMENT_LIMIT = 64 << 20  # bytes
 _NODES = 1_000_000  # maximum number of datasets and links in a file
 _RATIO = 2048  # maximum compression ratio of HDF5
@@ -144,7 +144,7 @@ class HDF5Tree(FetchedTree):
                 self._dataset(here, child)
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
-            elif address in self._paths:  # shared groups could have exponentially many paths
+            elif address in self._paths:  # visited only once, because shared groups could have exponentially many paths
                 self._add(here, np.dtype("V1"), (), f"another name of {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)
@@ -202,7 +202,7 @@ class NumpyTree(FetchedTree):
 
 @contextlib.contextmanager
 def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive; raise DamagedCheckpointError with the file name if its content is invalid."""
+    """Open a zip archive; raise a DamagedCheckpointError that names the file if its content is invalid."""
     with location.open_data() as reader:
         try:
             file = opened(reader, 0, reader.size)

@@ -132,7 +132,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # Resolved once, so that a link that changes cannot mix two checkpoints.
+        location = origin.without_links()  # links are resolved once, because a changing link would mix two checkpoints
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -142,7 +142,7 @@ def import_checkpoint(
         made: list[Location] = []
         with deleted_on_interrupt(target, made):
             for (result, entry), share in zip(entries.items(), shares, strict=True):
-                if not overwrite:  # with overwrite, the result may be an earlier checkpoint, which Ctrl-C must keep
+                if not overwrite:  # with overwrite, this may be an earlier checkpoint, which Ctrl-C must not delete
                     made.append(result)
                 step = entry.step if steps else None
                 done.append(_import(open_at(entry.location), result, step, overwrite, share))
@@ -209,7 +209,7 @@ def export_checkpoint(
     Raises:
         CheckpointNotFoundError: There is no such checkpoint, step, or item.
         CheckpointExistsError: The destination exists.
-        UnsupportedLeafError: The format cannot store some leaves; the error lists all of them. Nothing was written.
+        UnsupportedLeafError: The format cannot store some leaves; the error lists them all, and nothing is written.
         OptionError: The format is unknown, ``root`` does not exist, the checkpoint has several trees but ``item`` is
             None, or the step is ``"best"`` but the run does not rank its checkpoints by a metric.
         DamagedCheckpointError: The source fails verification.
@@ -392,8 +392,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # If the format does not distinguish None from an empty container, the leaf becomes a container. It is usually
-        # an empty optimizer state, which is also a container in the template.
+        # A leaf that may be either None or an empty container is saved as a container, because it usually represents an
+        # empty optimizer state, which is also a container in the template.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure

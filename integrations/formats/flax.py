@@ -1,4 +1,4 @@
-"""Read msgpack trees, which Flax writes, and which early versions of Orbax wrote next to their arrays.
+"""Read msgpack trees, as written by Flax and, next to their arrays, by early versions of Orbax.
 
 Extension type 1 is an array, encoded in msgpack as ``(shape, dtype name, bytes)``; type 2 is a complex number, type 3 a
 numpy scalar, and type 4 a tuple. Arrays larger than a gigabyte are dictionaries with the key
@@ -25,7 +25,7 @@ _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 
 
 def looks_like_msgpack(file: Location) -> bool:
-    """True if the first byte of a file begins a msgpack dictionary."""
+    """True if a file starts with the first byte of a msgpack dictionary."""
     try:
         first = first_bytes(file, 1)
     except ObjectNotFoundError:

@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors in a file as shards, at the offsets in the full tensors that the metadata (if any) gives."""
+    """Return the tensors in a file as shards, each at the offset in its full tensor given by the metadata (if any)."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
             places = json.loads(noted)

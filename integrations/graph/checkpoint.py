@@ -1,4 +1,4 @@
-"""The checkpoint object, which saves the objects attached to it and restores them by name."""
+"""The checkpoint object, which saves the objects that are attached to it and restores them by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
     managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # managers to notify of each restore
-    reported: Mapping[Path, str] = field(default_factory=dict)  # reasons and notes that the last save logged
+    reported: Mapping[Path, str] = field(default_factory=dict)  # reasons and notes logged by the last save
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for objects attached later
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
@@ -54,7 +54,7 @@ class Checkpoint(Node):
     several paths is saved only once.
 
     Args:
-        root: An object, or a weak reference to one, whose attributes are saved as if they were those of the checkpoint.
+        root: An object, or a weak reference to one, whose attributes are saved as if they were the checkpoint's own.
         **objects: The objects to attach, by name.
 
     Raises:
@@ -100,7 +100,7 @@ class Checkpoint(Node):
 
         Raises:
             UnsupportedLeafError: An attached object cannot be saved; nothing was written.
-            StateError: Saving would lose values that an earlier restore has not assigned to objects yet.
+            StateError: Saving would lose values that an earlier restore has not yet assigned to objects.
             SaveFailedError: The previous background save failed; the current save is performed anyway.
         """
         base, saver = as_location(prefix, writes=True), self._holdfast.saver
@@ -126,7 +126,7 @@ class Checkpoint(Node):
         Raises:
             CheckpointExistsError: The path already exists.
             UnsupportedLeafError: An attached object cannot be saved; nothing was written.
-            StateError: Saving would lose values that an earlier restore has not assigned to objects yet.
+            StateError: Saving would lose values that an earlier restore has not yet assigned to objects.
             SaveFailedError: The previous background save failed; the current save is performed anyway.
         """
         location = as_location(path, writes=True)
@@ -134,7 +134,7 @@ class Checkpoint(Node):
         return saver.put(location, snapshot(self), overwrite=overwrite, background=background, layout=layout)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return the reasons why reachable objects are not saved, keyed by path."""
+        """Return the reachable objects that are not saved, as a mapping from path to reason."""
         return {format_node_path(path): reason for path, reason in walk(self, strict=False).skipped.items()}
 
     def wait_until_finished(self) -> None:
@@ -230,7 +230,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Capture the objects for a save, and log the skipped ones; raise StateError or UnsupportedLeafError."""
+    """Capture the objects for a save, and log the skipped ones; raise an error if the save would lose values."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
@@ -299,7 +299,7 @@ class CheckpointTemplate:
             wanted = set(restoration.progress.wanted.values())
             for other in state.restorations:
                 if wanted.issuperset(other.progress.left().values()):
-                    other.retire()  # this restore has all values that the other one still waits for
+                    other.retire()  # this restore has all values that the other one is still waiting for
             state.restorations = [other for other in state.restorations if not other.retired and other.progress.left()]
             state.restorations.append(restoration)
             for manager in state.managers if self.counts else ():

@@ -166,7 +166,7 @@ class ModuleState(PartState):
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        # With several processes, each has its own sum, which is not saved.
+        # With several processes, each process has its own sums, which are not saved.
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
@@ -190,7 +190,7 @@ class ModuleState(PartState):
         with torch.no_grad():
             for parameter, before in exact:
                 parameter.copy_(before)
-        # torchmetrics adds up the sums of all processes, so only process 0 continues the saved sum.
+        # torchmetrics adds up the sums of all processes, so only process 0 continues from the saved sums.
         if saved is not None and current_coordinator().process_index == 0:
             set_accumulated(self.target, saved)
 
@@ -391,8 +391,8 @@ def bare_variable(value: Any) -> Any:
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return a Keras object's named variables and parts, including the TensorFlow lists named in ``saved``."""
-    # For each optimizer parameter, `order` has the index of its values in the saved lists.
+    """Return a Keras object's variables, layers and optimizer by name, and the TensorFlow lists in ``saved``."""
+    # `order` gives, for each optimizer parameter, the index of its values in the saved lists.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
@@ -413,7 +413,7 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
 
 
 def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and parts of a Keras object under the names that earlier versions used."""
+    """Return a Keras object's variables, layers and optimizer under the names that earlier versions used."""
     return _numbered(_parts(value))
 
 
@@ -440,7 +440,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
-    """Convert an attribute's value to plain containers; return it with the ids of the variables and layers in it."""
+    """Convert an attribute's value to plain containers; also return the ids of the variables and layers in it."""
     if id(child) in wanted:
         return child, {id(child)}
     if _kind(child) not in (None, LAYER, VARIABLE):

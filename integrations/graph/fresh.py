@@ -20,7 +20,7 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """The description of an object, without its value, which changes during training."""
+    """The description of an object; its value is omitted, because it changes during training."""
 
     def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
@@ -30,7 +30,7 @@ class _Object:
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
-        # Whether a restore can put a container in place of the leaf (`opens`), or create the object itself (`is_made`).
+        # Whether a restore can replace the leaf with a container (`opens`), or create the object itself (`is_made`).
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS

@@ -23,7 +23,7 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the start time below
+_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the time recorded by `_SINCE`
 _SINCE = "holdfast.since"  # step metadata key for the time when the directory's first manager was created
 
 
@@ -54,10 +54,10 @@ class CheckpointManager:
     Args:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
-        max_to_keep: How many of the newest checkpoints to keep; None keeps all.
+        max_to_keep: The number of newest checkpoints to keep; None keeps all.
         keep_checkpoint_every_n_hours: Permanently keep each checkpoint saved at least this many hours after the last
-            kept one, or after the creation of the directory's first manager, as TensorFlow does. It is pinned when
-            ``max_to_keep`` would delete it; later managers neither delete nor list it, whatever their options.
+            kept one, or after the creation of the directory's first manager, as in TensorFlow. The checkpoint is pinned
+            when ``max_to_keep`` would delete it; later managers neither delete nor list it, whatever their options.
         checkpoint_name: The part of each checkpoint's name before the number.
         step_counter: The program's step counter: an object that changes in place, such as a `Value` or a tensor, or a
             function that returns the step.
@@ -179,7 +179,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointExistsError: The number belongs to a checkpoint that is not newer than the last restored one.
-            StateError: Saving would lose values that an earlier restore has not assigned to objects yet.
+            StateError: Saving would lose values that an earlier restore has not yet assigned to objects.
             SaveFailedError: The previous background save failed; the current save is performed anyway.
             OwnershipError: Another run is writing to this directory.
         """
@@ -195,7 +195,7 @@ class CheckpointManager:
                 self._steps.wait_until_finished()
             except SaveFailedError as error:
                 failed = error
-        # Process 0 decides for all processes, because others may see an outdated directory listing.
+        # Process 0 decides for all processes, because the others may see an outdated directory listing.
         counter, number, left, preserved = self._steps.processes.decide("number", self._next, wanted)
         for preserved_step in preserved:
             self._steps.pin(preserved_step)
@@ -223,7 +223,7 @@ class CheckpointManager:
             **options: Arguments of `Checkpoint.restore`: ``partial``, ``rename``, ``select`` and ``exclude``.
 
         Returns:
-            The path of the restored checkpoint, or None. The `status` attribute has the status of the restore.
+            The path of the restored checkpoint, or None. The `status` attribute is set to the status of the restore.
 
         Raises:
             NoWholeCheckpointError: All existing checkpoints are damaged.
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.close()
 
     def _since(self, clock: Clock) -> float:
-        """Return when the directory's first manager was created, or 0 if its checkpoints do not record that."""
+        """Return the time when the directory's first manager was created, or 0 if its checkpoints do not record it."""
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
@@ -277,7 +277,7 @@ class CheckpointManager:
         return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the save counter, the checkpoint's number, the steps left behind by a restore, and those to pin."""
+        """Return the save counter, the checkpoint's number, the steps left behind by a restore, and steps to pin."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -293,7 +293,7 @@ class CheckpointManager:
         return [following, number, left, self._preserved(number)]
 
     def _preserved(self, number: int) -> list[int]:
-        """Return the steps that a save pushes beyond the limit and that the hourly rule keeps permanently."""
+        """Return the steps that a save would push beyond the limit but that the hourly rule keeps permanently."""
         if self._limit is None:
             return []
         steps = [step for step in self._in_order() if step != number]
@@ -303,12 +303,12 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps in the order of their saves, starting with those that a restore left behind."""
+        """Return all steps in the order in which they were saved, starting with those that a restore left behind."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """If the last save failed, count the interval from the one before. Only a single process can detect this."""
+        """If the last save failed, count the interval from the previous one. Only a single process can detect this."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None

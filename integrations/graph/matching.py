@@ -46,7 +46,7 @@ class Matching:
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
-        self.waiting: list[Any] = []  # holders in which the object for a saved value is missing
+        self.waiting: list[Any] = []  # holders that lack the object for a saved value
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
@@ -62,7 +62,7 @@ class Matching:
         yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Yield assignments for new objects under the given key of a bound holder, or under any key if it is None."""
+        """Yield assignments for new objects under the given key of a bound holder; a key of None stands for any key."""
         self.bindings.begin()
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # Containers with an object that is bound elsewhere in the program are excluded as well.
+        # Also return None if the container holds an object that is bound elsewhere in the program.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -157,10 +157,10 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # Objects that are appended to a list later can still be restored, but not those appended to a deque.
+            # Objects appended to a list later can still be restored; objects appended to a deque cannot.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Unless their number changes, elements of a tuple and elements with other references keep their identity.
+            # Elements of a tuple, and elements with other references, keep their identity unless their number changes.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -187,7 +187,7 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # The graph of a plain tree, which never has own states, has additional edges for dotted keys.
+                # A plain tree's graph, in which has_own_states is never set, has additional edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -312,7 +312,7 @@ class Bindings:
         identity = id(value) if fixed else None
         if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
             return True
-        kept = [binding for binding in bindings if binding.path != path]  # replaces an object at the same path
+        kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
         others = [binding for binding in kept if binding.identity not in (None, identity) and binding.lives]
         if fixed and others:
             if self.conflicts.get(number) != (others[0].path, path):
@@ -342,7 +342,7 @@ class _LiveOptimizer:
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # for each group index, the saved groups of its parameters
+        self.origins: dict[int, set[int]] = {}  # saved groups of the parameters in each group, keyed by group index
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges

@@ -36,7 +36,7 @@ _ELSEWHERE = {  # location of the values, keyed by the module prefix of the clas
     "tf_keras.": "in TensorFlow",
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
-_CODE_MODULES = ("builtins", "operator", "types")  # modules of other classes whose callable instances are code
+_CODE_MODULES = ("builtins", "operator", "types")  # modules of classes whose callable instances count as code
 # Process-level tools, and settings that a program creates at every start, hold no training state.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
@@ -125,7 +125,7 @@ def derived_classes(base: type) -> list[type]:
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a saved name may refer to a class, one of its bases or a subclass, even if it was moved or wrapped."""
+    """True if a saved name may denote a class, a base or a subclass, even if the class was moved or wrapped."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))

@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file records the newest checkpoint. Each call lists the directory, which may thus be moved, copied or cleaned up.
+No file records the newest checkpoint: each call lists the directory, which can therefore be moved, copied or pruned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphView:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return the shortest paths to the objects that an object's edges lead to, keyed by edge name.
+        """Return the shortest path to each object that an object's edges lead to, keyed by edge name.
 
         Args:
             path: Any path to the object; ``""`` stands for the root.
@@ -80,7 +80,7 @@ class CheckpointReader:
     """A checkpoint that is open for reading.
 
     Values are named by their paths, except that the values of a TensorFlow checkpoint have TensorFlow's names, such as
-    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. A value of any checkpoint can be read by either kind of name.
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. In any checkpoint, a value can be read by either kind of name.
 
     Args:
         stored: The checkpoint's graph, opened for reading.
@@ -120,7 +120,7 @@ class CheckpointReader:
         """Read a value.
 
         Args:
-            path: Any path to the value, or to the whole state of an object such as an iterator; or a TensorFlow name.
+            path: A TensorFlow name, or any path to the value or to the whole state of an object, such as an iterator.
 
         Returns:
             A numpy array or a Python value; for a state, a tree of arrays and Python values.

@@ -106,7 +106,7 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The status of a restore, including objects that are created after it.
+    """The status of a restore, which also covers objects that are created after the restore.
 
     Values for objects that are created later are restored when the objects are attached, or else by `try_complete` and
     the assertions. A save never restores them.
@@ -191,7 +191,7 @@ class RestoreStatus:
 
 
 def describe_no_match(report: RestoreReport) -> str:
-    """Describe a restore that matched nothing, and list the values of the program and of the checkpoint."""
+    """Describe a restore that matched nothing, and list the values in the program and in the checkpoint."""
     why = ", as nothing has been attached yet"
     if report.missing or report.restored:
         why = (
@@ -255,7 +255,7 @@ class Restoration:
         self._settled: set[Path] = set()
         self._replaced: set[Path] = set()  # paths of plain containers whose contents were replaced as a whole
         self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
-        self.retired = False  # whether a later restore has all values that this one waits for
+        self.retired = False  # whether a later restore has all values that this one is waiting for
         self.reported: set[Path] = set()  # paths of unrestored values that a save has already logged
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # entries with values restored through other paths
+        lacking = [path for path in lacking if path not in named]  # entries whose values were restored elsewhere
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -392,7 +392,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and validate values; return them with their assignments, and the assignments that are already done."""
+        """Read and validate values; return each with its assignment, and also the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
@@ -452,7 +452,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Have the holders report new objects if values are still waiting for objects."""
+        """If values are still waiting for objects, have the holders report new objects."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):

@@ -21,8 +21,8 @@ ATTRIBUTES = "attributes"  # document key: whether the parts of Keras objects ar
 Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
 
 Rename = Mapping[str, str | tuple[str, Transform]]
-"""Maps each path in the checkpoint to a path in the program, or to a pair of a path and a function of the array. All
-paths below a renamed path are renamed with it."""
+"""Maps each path in the checkpoint to a path in the program, or to a pair of a path and a function to apply to the
+array. All paths below a renamed path are renamed with it."""
 
 
 _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
@@ -36,7 +36,7 @@ def current_name(name: str) -> str:
 @dataclass(slots=True)
 class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
-    value: str | None = None  # storage name of the value, a leaf or a container
+    value: str | None = None  # storage name of the value, which is a leaf or a container
     type: str = ""  # the object's type name; empty for values, except number boxes
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[int]] = field(default_factory=list)  # parameters of each optimizer group
@@ -60,8 +60,8 @@ class SavedGraph:
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # The last edge of the shortest path to each node, as its start and name. Paths are built on demand, because in
-        # a forged graph each path may be as long as the number of nodes.
+        # Maps each node to the last edge of the shortest path to it: where the edge starts, and its name. Paths are
+        # built on demand, because in a forged graph each path may be as long as the number of nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]

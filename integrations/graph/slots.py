@@ -1,4 +1,4 @@
-"""Slots, which hold the values that a save reads and a restore writes, and their paths.
+"""Slots and their paths. A slot holds a value that a save reads and a restore writes.
 
 An object that can change in place, such as a tensor, a writable numpy array, a box or an object with state, is its
 own slot. Any other value is replaced in the attribute or entry that holds it; if its container is immutable, the
@@ -51,7 +51,7 @@ def parse_path(text: str) -> Path:
 
 
 def format_section(title: str, names: Sequence[str]) -> list[str]:
-    """Return a report line that lists the given paths, or no line if there are none."""
+    """Return a list with one report line for the given paths; the list is empty if there are none."""
     return [f"  {title} ({len(names)}): {shortened(names, 10)}"] if names else []
 
 
@@ -110,7 +110,7 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that the object's own methods handle; it is the same on all processes."""
+    """A part of an object's state that is handled by the object's own methods and is the same on all processes."""
 
 
 class MemberSlot(Attachment):
@@ -155,7 +155,7 @@ class Assignment:
     saved: int  # node number of the value in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
-    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: values and relative paths
+    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: each value and its path
 
     def values(self) -> list[tuple[int, Path]]:
         """Return the values to restore, each with its path in the program."""
@@ -166,7 +166,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Loaders that draw from the global random generator come first, so that its restored state does not change.
+    # Loaders that draw from the global random generator come first, so that they do not change its restored state.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):

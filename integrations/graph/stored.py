@@ -192,7 +192,7 @@ class StoredGraph:
         item = own_item(files or {})  # item with the object states of this process
         share = None if item is None else own_share(source.location / item.folder, item.files)
         self._share = None if share is None else TreeReader(share.folder, share.files)
-        # Whether the object states are those of this process; states saved by a single process belong to process 0.
+        # Whether the object states belong to this process; states saved by a single process belong to process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self.containers = _containers(source.tree.structure, "")  # keyed by storage name
         kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}

@@ -20,14 +20,14 @@ class Resumable(Protocol):
     """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restore new objects under the given key of a holder, or under any key if it is None."""
+        """Restore new objects under the given key of a holder; a key of None stands for any key."""
 
     def expects_below(self, holder: object, key: object) -> bool:
         """True if there are values for objects below the given key of a holder."""
 
 
 class Untracked:
-    """Marks a value that a `Node` holds, but neither saves nor restores.
+    """Marks a value that a `Node` holds but neither saves nor restores.
 
     Args:
         value: The value of the attribute.
@@ -204,9 +204,9 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program that names the children a walk visits."""
+    """A part of a program, with names for the children that a walk visits."""
 
-    value: Any  # object whose attributes are the children; a restore sets them
+    value: Any  # the object that holds the children in its attributes, which a restore assigns
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def _contents(container: Any) -> list[Any]:
 
 
 def expect(holder: object, restore: Resumable) -> bool:
-    """Subscribe a restore to a holder's new objects; return False if impossible or already subscribed."""
+    """Subscribe a restore to a holder's new objects; return False if this is impossible or already done."""
     if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
         return False
     holder._holdfast_pending.append(restore)
@@ -392,7 +392,7 @@ def forget(holder: object, restore: Resumable) -> None:
 
 
 def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
-    """Notify all restores that wait for this holder about a new object, starting with the latest restore."""
+    """Notify all restores that are waiting for new objects in this holder, starting with the latest restore."""
     try:
         for restore in reversed(list(holder._holdfast_pending)):
             restore.resume(holder, key)

@@ -53,7 +53,7 @@ SEQUENCES: dict[str, Any] = {
     "collections.deque": deque,
     f"{TrackedList.__module__}.{TrackedList.__name__}": list,
 }
-_ORDERED = "collections.OrderedDict"  # such as a torch state dict
+_ORDERED = "collections.OrderedDict"  # the type of a torch state dict, for example
 _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
@@ -64,11 +64,11 @@ class SavedValues:
         self._stored = stored
         self._graph = graph
         self.kinds: dict[int, str] = {}  # kinds of the plain values, keyed by node
-        self._arrays: set[int] = set()  # nodes of arrays with a kind in `MADE_KINDS`
+        self._arrays: set[int] = set()  # nodes of arrays whose kind is in `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a number box, which must exist in the program, like an object with state.
+            # A node with a type is a number box which, like an object with state, must exist in the program.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -76,7 +76,7 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # per container: nodes stored elsewhere; filled by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, by container; filled by `below`
         self.sharing: set[int] = set()  # containers with inner containers that are used elsewhere; filled by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # keys of each container, by edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
@@ -132,7 +132,7 @@ class SavedValues:
             if not is_container or len(path) > MAX_DEPTH:
                 return None
             if holder.type in SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in holder.edges):
-                return None  # rename= has changed keys
+                return None  # rename= has changed the keys
             for segment, child in holder.edges.items():
                 if child in arrays:
                     held[child] += 1

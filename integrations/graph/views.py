@@ -79,7 +79,7 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # These return a Keras object's edges, in a given parameter order or under the names of earlier versions.
+    # Return a Keras object's edges in a given parameter order (`listed`) or by earlier versions' names (`numbered`).
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
@@ -263,7 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
-    """Return a view of an optimizer, as a leaf if it customizes its state; edges lead to inner optimizers."""
+    """Return an optimizer's view: a leaf if it customizes its state, and otherwise a branch to inner optimizers."""
     inner = [(name, attribute) for name, attribute in vars(value).items() if is_optimizer(attribute)]
     branch = Branch(class_name(value), _attributes(value, inner, slot), optimizer=value)
     if not has_own_protocol(value):
@@ -312,7 +312,7 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 
 def _set_item(container: Any, key: Any, value: Any) -> None:
     base: Any = next(base for base in (dict, list, deque) if isinstance(container, base))
-    base.__setitem__(container, key, value)  # bypasses the method of a tracked container
+    base.__setitem__(container, key, value)  # bypasses the overridden method of a tracked container
 
 
 def _copy_encoded(tensor: Any, value: Any) -> None:

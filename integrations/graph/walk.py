@@ -23,9 +23,9 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters in the graph, for each optimizer group
+    groups: list[list[LiveNode]] = field(default_factory=list)  # each optimizer group's parameters in the graph
     number: int = -1  # node number in the saved document
-    outside: bool = False  # whether the value is saved elsewhere and the node only names the object
+    outside: bool = False  # whether the node only names an object whose value is saved elsewhere
 
     @property
     def has_value(self) -> bool:
@@ -68,7 +68,7 @@ class LiveGraph:
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
-        """Return the graph without nodes that only name outside parameters, unless an optimizer needs them."""
+        """Return the graph without nodes that only name parameters outside it, unless an optimizer needs them."""
         if any(node.groups or node.optimizer_slots for node in self.nodes):
             return self
         for node in self.own:
@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The state of the outermost module that has its own state includes all buffers and inner states.
+            # Buffers and inner states are skipped inside a module with its own state, because it includes them.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:

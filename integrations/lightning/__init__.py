@@ -1,4 +1,4 @@
-"""Checkpointing for PyTorch Lightning; works with the ``lightning`` and the ``pytorch_lightning`` package."""
+"""Checkpointing for PyTorch Lightning, from either the ``lightning`` or the ``pytorch_lightning`` package."""
 
 from .callback import CheckpointCallback
 from .io import HoldfastCheckpointIO, load_checkpoint, load_from_checkpoint

@@ -1,6 +1,6 @@
-"""Save and restore module state that is not in the state dict: epoch averages, metrics, and changed flags.
+"""Save and restore module state outside the state dict: epoch averages, metrics, and flags such as ``requires_grad``.
 
-Lightning's own checkpoints omit this state: after resuming from one, epoch averages cover only the remaining batches.
+Lightning's own checkpoints omit this state. After resuming from one, epoch averages cover only the remaining batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the state from :func:`capture_averages`; log a warning about metrics that the module lacks."""
+    """Restore the state from :func:`capture_averages`; warn about saved metrics that the module no longer has."""
     entries = saved.get("metrics", {})
     _grow_trackers(trainer.lightning_module, entries)
     metrics = _metrics(trainer.lightning_module)
@@ -56,7 +56,7 @@ def _metrics(module: Any) -> dict[str, Any]:
     parts = dict(module.named_modules())
     for part in parts.values():
         if isinstance(part, torchmetrics.MetricCollection):
-            part.values()  # lets metrics of the same compute group share their state
+            part.values()  # makes metrics in the same compute group share their state
     return {name: part for name, part in parts.items() if isinstance(part, torchmetrics.Metric)}
 
 
@@ -77,7 +77,7 @@ _Flags = dict[str, dict[str, bool]]
 
 
 class ModuleSwitches:
-    """Tracks changes to a module's flags: ``requires_grad`` and the modes of its submodules."""
+    """Tracks changes to a module's flags: ``requires_grad``, ``training``, and ``track_running_stats``."""
 
     # A program may set flags before training and set them to different values before resuming. To respect the new
     # values, only flags that have changed since training began, in this process or an earlier one, are saved.

@@ -1,4 +1,4 @@
-"""The Lightning callback, which saves checkpoints, deletes old ones, and resumes runs."""
+"""The Lightning callback that saves checkpoints, deletes old ones, and resumes runs."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ class CheckpointCallback(ResumingCallback):
         trainer = L.Trainer(callbacks=[callback])
         trainer.fit(model, datamodule)  # resumes when the program is run again, without ckpt_path
 
-    The step number is ``trainer.global_step``, so checkpoint N includes N optimizer updates. Batches that are trained
-    without a Lightning optimizer, as in manual optimization with ``use_pl_optimizer=False``, also count. A run that is
+    The step number is ``trainer.global_step``, so checkpoint N includes N optimizer updates. A batch trained without a
+    Lightning optimizer, as in manual optimization with ``use_pl_optimizer=False``, also counts as a step. A run that is
     interrupted at any point and then resumed ends with exactly the same bits as an uninterrupted run. When a run
     resumes in the middle of an epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they
-    stopped; all others draw the earlier batches again.
+    stopped; all others draw the earlier batches again and discard them.
 
     A ``ckpt_path`` given to ``fit`` takes precedence over the newest checkpoint; it may name a step in this or another
     directory, or one of Lightning's own files. Without ``ckpt_path``, a run resumes only from this directory, never
     from the files of a ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
     After SIGTERM, the callback saves before the next batch or validation, waits until the files are durable, and ends
-    the process with status 143; data loader workers survive until then. A signal during a validation ends the process
-    at once, and the run resumes from the last saved step. Nothing can be saved during a validation, because callbacks
-    may have replaced the weights with an average. After an exception, the callback lets a pending save finish but saves
-    nothing new (except with ``save_on_exception``). Under SLURM, the requeue signal triggers a save in the same way,
-    requeues the job, and ends the process with status 75; Lightning's own requeue checkpoints are ignored.
+    the process with status 143; data loader workers keep running until then. A signal during validation ends the
+    process at once, and the run resumes from the last saved step. Nothing can be saved during validation, because
+    callbacks may have replaced the weights with an average. After an exception, the callback lets a pending save finish
+    but saves nothing new (except with ``save_on_exception``). Under SLURM, the requeue signal triggers a save in the
+    same way, requeues the job, and ends the process with status 75; Lightning's own requeue checkpoints are ignored.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2), all processes save one checkpoint together:
     each saves its share of the parameters and optimizer state, its random generators, and its data position. SIGTERM to
@@ -90,7 +90,7 @@ class CheckpointCallback(ResumingCallback):
     nothing is pickled. Hyper-parameters and callback states of other types are left out, and a warning lists them.
 
     ``init_from`` must provide exactly the parameters and buffers in the module's state dict. With
-    ``partial="initialize"``, only those that fit are loaded; likewise, a resume restores only the module, optimizer,
+    ``partial="initialize"``, only those that fit are loaded; likewise, resuming restores only the module, optimizer,
     and scheduler state that fits.
 
     Args:
@@ -105,12 +105,12 @@ class CheckpointCallback(ResumingCallback):
             the whole state is kept in host memory and updated after every step. Supported only with one process.
         export_best: The file to which the weights of the best checkpoint by ``best_fn`` are exported, such as
             ``best.safetensors``, or ``best.ckpt`` for Lightning's ``load_from_checkpoint``; relative to ``dirpath``.
-        links: On local disks, maintain symlinks: ``last`` points to the newest checkpoint and, with ``best_fn``,
+        links: Maintain symlinks on local disks: ``last`` points to the newest checkpoint and, with ``best_fn``,
             ``best`` to the best one.
 
     Raises:
         OptionError: An option has an invalid value.
-        StateError: The callback does not support the strategy that ``fit`` uses; the message lists those that work.
+        StateError: The callback does not support the strategy that ``fit`` uses; the message lists supported ones.
     """
 
     filename = "{step}"
@@ -192,7 +192,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def proof(self) -> Proof:
-        """The result, so far, of comparing the resumed ``fit`` with the steps recorded before the interruption."""
+        """The result so far of comparing the resumed ``fit`` with the steps recorded before the interruption."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
@@ -305,7 +305,7 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # The trainer chose a checkpoint before it collected the module's callbacks, which may include this one.
+        # A trainer chooses its checkpoint before it collects the module's callbacks, which may include this one.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
@@ -326,7 +326,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Record the hyperparameters set by the program, before the restore replaces them."""
+        """Record the hyperparameters set by the program before those in the checkpoint replace them."""
         if self._recorder is not None:
             self._recorder.fitting.note_hyperparameters()
 
@@ -341,7 +341,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Abort the validation after a preemption signal, because the process may be killed before it is complete."""
+        """Abort validation after a preemption signal, because the process may be killed before validation ends."""
         step = trainer.global_step if self._recorder is None else self._recorder.fit.step
         self._store.observer.reached("validation", step)
         if self._recorder is None or trainer.sanity_checking:
@@ -361,7 +361,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Announce that there was nothing left to do if the run was already complete."""
+        """If the run was already complete, announce that there was nothing left to do."""
         if self._recorder is not None:
             self._recorder.finish()
 
@@ -394,9 +394,9 @@ class CheckpointCallback(ResumingCallback):
         if named and not decides:
             return path
         if private_api.only_searches(trainer):
-            return None  # A Tuner must find the same values each time the program starts, even if fit then resumes.
+            return None  # A Tuner must find the same values each time the program starts, so its search never resumes.
         if named:
-            # No ckpt_path was given, and the trainer chose a ModelCheckpoint's file because it is newer.
+            # No ckpt_path was given, but the trainer chose a ModelCheckpoint's file because it is newer. Ignore it.
             paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
             path = max(filter(None, paths), key=os.path.getmtime, default=None)
         chosen = path or self.ckpt_path

@@ -61,7 +61,7 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 
 
 class Fitting:
-    """Restores the module, optimizers, and schedulers of a ``fit``: strictly or, with ``misfits``, only what fits."""
+    """Restores the module, optimizers, and schedulers of a ``fit``; with ``misfits``, only the state that fits."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
@@ -70,7 +70,7 @@ class Fitting:
         self._saved: list[_Optimizer] = []  # optimizers in the checkpoint; empty for Lightning's own files
         self._saved_schedulers: list[str] | None = None  # scheduler classes when the saved run began training
         self._shapes: dict[str, torch.Size] = {}  # weight shapes in the checkpoint
-        # For each partially restored optimizer, the number of saved param groups and the saved index of each group.
+        # For each partially restored optimizer: the number of saved param groups, and the saved index of each group.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
@@ -83,7 +83,7 @@ class Fitting:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
 
     def note_hyperparameters(self) -> None:
-        """Record the hyperparameters set by the program, before the restore replaces them."""
+        """Record the hyperparameters set by the program before those in the checkpoint replace them."""
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class Fitting:
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata with the initial values of hyperparameters that the run changed; None if unchanged."""
+        """Return step metadata with the initial values of all changed hyperparameters; None if none have changed."""
         changed = {} if self._start is None else self._start.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
@@ -181,7 +181,7 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """While the trainer loads a checkpoint, replace its optimizer and scheduler states with states that fit."""
+        """While a checkpoint is loaded, replace the optimizer and scheduler states in it with states that fit."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return
@@ -208,7 +208,7 @@ class Fitting:
         origins, taken = _matched(present, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # This optimizer shards its own state.
+                taken.append(states[origin])  # This optimizer itself shards the complete state.
             elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
                 taken.append(optimizers[index].state_dict())
@@ -322,7 +322,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
         return state
     positions, others = saved.positions(), live.positions()
     if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
-        return state  # Parameters have been renamed, so only torch's check of their number applies.
+        return state  # Parameters have been renamed, so torch can only compare their number.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the parameters are in other groups of an optimizer than in the checkpoint:",
@@ -333,7 +333,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
 
 
 def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[int | None]:
-    """Return, for each optimizer, the index of the saved one that shares the most parameters; None if there is none."""
+    """Return, for each optimizer, the index of the saved one with which it shares the most parameters, or None."""
     origins: list[int | None] = []
     for index, optimizer in enumerate(live):
         free = {other: saved[other].positions().keys() for other in range(len(saved)) if other not in origins}

@@ -58,7 +58,7 @@ class ResumingCallback(OnExceptionCheckpoint):
 
     def __init__(self) -> None:
         # The base class is not initialized, because it only stores the path of a file to save on an exception.
-        # LightningCLI resolves the ``**unknown`` arguments of a derived class here.
+        # LightningCLI resolves a derived class's ``**unknown`` arguments to this signature.
         pass
 
 
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint, renaming its state to the module's current names, which differ if it is compiled."""
+        """Load a checkpoint and rename its entries to the module's names, which differ if the module is compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -164,7 +164,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         self.store.at_teardown.close()
 
     # ---- wrappers of trainer and strategy methods, with which all processes save, delete, and load a step together
-    # Without them, Lightning would call the plugin in at most one process. Files are written in the background.
+    # Otherwise, Lightning would call the plugin in at most one process. Files are written in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
@@ -266,12 +266,12 @@ def load_from_checkpoint(
 ) -> T:
     """Create a ``LightningModule`` or ``LightningDataModule`` from the hyper-parameters and state in a checkpoint.
 
-    Like ``kind.load_from_checkpoint``, which reads only Lightning's own files::
+    This works like ``kind.load_from_checkpoint``, which reads only Lightning's own files::
 
         model = load_from_checkpoint(Model, "runs/x/checkpoints", step="best")
 
     Args:
-        kind: The class to create.
+        kind: The class to instantiate.
         path: A checkpoint, or a directory of steps.
         step: The step to load from a directory: a number, or ``"best"`` as ranked by the run's ``best_fn``. None and
             ``"latest"`` load the newest intact step.

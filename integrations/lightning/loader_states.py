@@ -22,7 +22,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- data loaders
 
-_FINISHED = "_iterator_finished"  # key in a torchdata loader's state: True if the next iterator begins an epoch
+_FINISHED = "_iterator_finished"  # key in a torchdata loader's state; True if the next iterator starts an epoch
 _STREAM = {"examples_iterable", "epoch"}  # state keys of a Hugging Face iterable dataset
 
 
@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of the stateful loaders that have more batches than ``limit``, the epoch length."""
+    """Return the class names of the stateful loaders with more batches than ``limit``, the length of an epoch."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -55,9 +55,9 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore loader states; iteration continues after the last batch or, if the epoch has ``ended``, starts over."""
-    # Most loader states show that an epoch has ended. Exceptions are torchdata loaders, if no batch was requested after
-    # the last one, and Hugging Face streams.
+    """Restore loader states; iteration continues after the last batch or, if ``ended``, begins a new epoch."""
+    # Most loaders record in their state that an epoch has ended. Hugging Face streams do not, and torchdata loaders do
+    # so only if another batch was requested after the last one.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise other_loaders(loaders, saved)
@@ -89,14 +89,14 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the samplers' epoch, as Lightning does, but before their iterators are created."""
+    """Set the epoch of the samplers, as Lightning does, but before their iterators are created."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw and discard ``count`` batches that were already used; before each, call ``before`` with the batch count."""
+    """Draw and discard ``count`` batches already trained on; before each, call ``before`` with the batch count."""
     ahead = draws_ahead(fetcher)
     source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
@@ -123,7 +123,7 @@ def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
 
 
 def marks(fetcher: Any) -> list[tuple[Any, int]]:
-    """Return the loaders' iterators and batch counts, for :func:`has_restarted` to compare at the next batch."""
+    """Return each loader's iterator and batch count, for :func:`has_restarted` to compare at the next batch."""
     iterators = iterator_of(fetcher.combined_loader).iterators
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
@@ -140,7 +140,7 @@ def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Call
     """Return the stateful loaders, each with its methods to get and set the state."""
     stateful = []
     for loader in loaders:
-        # get_state and set_state are used only for replicated loaders. For other loaders, batches are counted.
+        # get_state and set_state are used only if a loader is replicated; otherwise, its batches are counted.
         protocols = [("state_dict", "load_state_dict"), *[("get_state", "set_state")] * is_replicated(loader)]
         pairs = ([getattr(loader, name, None) for name in names] for names in protocols)
         if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to current batch size, 1 if unknown; raise StateError if the loaders' ratios differ."""
+    """Return the ratio of saved to current batch size, or 1 if unknown; raise StateError if it differs by loader."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

@@ -1,12 +1,12 @@
 """Access private Lightning names and wrap Lightning methods.
 
 Lightning calls callback hooks before its loops have finished their bookkeeping: after ``on_train_batch_end``, it calls
-the module's own hook, runs the validation, and steps the schedulers; after ``on_train_epoch_end``, it does the same for
-the epoch. A checkpoint saved in a hook would lack these results. Therefore, :class:`LoopHooks` wraps the loop methods
+the module's own hook, runs validation, and steps the schedulers; after ``on_train_epoch_end``, it does the same for the
+epoch. A checkpoint saved in a hook would lack these results. Therefore, :class:`LoopHooks` wraps the loop methods
 that make all of these calls, but only for the objects of one trainer and for one run.
 
 A trainer selects its checkpoint before it calls any hook. Therefore, :func:`follow_choices` wraps the selection method
-of the class as soon as the first callback is created.
+of the connector class as soon as the first callback is created.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NAMES_OF_CLASSES = {  # keyed by the strategy or callback class
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # keyed by submodule of the package; attributes may be set in the __init__ of a class
+NAMES_IN_MODULES = {  # keyed by submodule of the package; includes attributes that a class sets in __init__
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -124,7 +124,7 @@ def check_version(trainer: Any) -> None:
 
 
 def _package(trainer: Any) -> str:
-    """Return the Lightning package (``lightning.pytorch`` or ``pytorch_lightning``) that a trainer comes from."""
+    """Return the Lightning package (``lightning.pytorch`` or ``pytorch_lightning``) that defines a trainer's class."""
     names = (base.__module__ for base in type(trainer).__mro__)
     return next(package for name in names for package in _PACKAGES if name.startswith(f"{package}."))
 
@@ -133,7 +133,7 @@ def follow_choices(callback: type) -> None:
     """Make every trainer record the path given to ``fit``, and ignore Lightning's own SLURM requeue checkpoints."""
     for package in _PACKAGES:
         connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
-        choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` reports missing names
+        choose = getattr(connector, "_parse_ckpt_path", None)  # missing names are reported by `check_version`
         if choose is not None and not hasattr(choose, "__wrapped__"):
             connector._parse_ckpt_path = _following(choose, callback)
 
@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wraps methods of individual objects until :meth:`remove`; wrappers are active while ``applies()`` is true."""
+    """Wraps methods of individual objects; the wrappers act until :meth:`remove`, while ``applies()`` is true."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -204,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers; one that has itself been wrapped stays, but only calls the original method."""
+        """Remove all wrappers; a wrapper that has itself been wrapped stays, but just calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -219,7 +219,7 @@ class LoopHooks:
 def clear_restart(loop: Any) -> None:
     """Clear the restart state of a loop and its nested loops, so that they do not act on restored counters."""
     # A restored loop infers from its counters in which hook it was saved, and compensates by incrementing steps and
-    # skipping validations and schedulers. After a save between batches, there is nothing to compensate for.
+    # skipping validation and schedulers. After a save between batches, there is nothing to compensate for.
     loop.on_iteration_done()
     for child in vars(loop).values():
         if hasattr(child, "on_iteration_done"):
@@ -227,7 +227,7 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any, *, within: bool = False) -> None:
-    """Set the loop counters as after a finished epoch; ``within`` is True if the checkpoint was saved in mid-epoch."""
+    """Set the loop counters to their end-of-epoch values; ``within`` is True if the run was saved in mid-epoch."""
     for tracker in (progress.total, progress.current):
         count = tracker.ready if within else tracker.processed
         tracker.ready = tracker.started = tracker.processed = tracker.completed = count
@@ -236,7 +236,7 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after loader creation, before iterator creation
+LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called when loaders exist but their iterators do not
 
 # The connector selects, saves, and restores a trainer's checkpoints; it holds the checkpoint that is being restored.
 checkpoint_connector = attrgetter("_checkpoint_connector")
@@ -271,7 +271,7 @@ def dump_checkpoint(trainer: Any, *, weights_only: bool = False) -> dict[str, An
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """Return the data loaders of a loop; empty before they are set up."""
+    """Return the data loaders of a loop, or an empty list before they are set up."""
     return list(loop._combined_loader.flattened) if has_loaders(loop) else []
 
 
@@ -280,12 +280,12 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders are exhausted in this epoch; empty in modes that do not restart exhausted loaders."""
+    """Return for each loader whether it has been exhausted; empty in modes that do not restart exhausted loaders."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore the flags from :func:`have_ended`; loaders that a later batch has exhausted stay exhausted."""
+    """Restore the flags from :func:`have_ended`; loaders exhausted by a later batch stay exhausted."""
     if hasattr(combined._iterator, "_consumed") and ended:
         combined._iterator._consumed = [saved or now for saved, now in zip(ended, have_ended(combined), strict=True)]
 
@@ -318,7 +318,7 @@ def has_done_all_batches(fit: Any) -> bool:
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run ends here; unlike ``fit.done``, this does not log a message."""
+    """Return whether the run ends at this point; unlike ``fit.done``, this does not log a message."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
@@ -331,7 +331,7 @@ def _reached(count: int, limit: int | None) -> bool:
 
 
 def skip_sanity_check(fit: Any) -> None:
-    """Skip the trainer's sanity check by marking the validation loop as restarting, until :func:`clear_restart`."""
+    """Skip the trainer's sanity check by marking the validation loop as restarting; see :func:`clear_restart`."""
     fit.epoch_loop.val_loop.restarting = True
 
 
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop restart with the validation after its last batch, dropping counts of an unfinished validation."""
+    """Make the loop restart with the validation after its last batch, and drop the counts of an unfinished one."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
@@ -358,7 +358,7 @@ def averages_models(strategy: Any) -> bool:
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether each process has its own buffers, because DDP does not broadcast process 0's buffers."""
+    """Return whether each process has its own buffers, which is the case if DDP does not broadcast process 0's."""
     options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 

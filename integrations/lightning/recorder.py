@@ -1,4 +1,4 @@
-"""Follow a ``fit`` from its start or resume to its end, and save at points where its state is consistent."""
+"""Follow a fresh or resumed ``fit`` to its end, and save at points where its state is consistent."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Stage(Enum):
 class FitRecorder:
     """Follows one ``fit`` from ``setup`` to its end, and decides after each batch and each epoch whether to save."""
 
-    # The state is consistent when a batch and the work that follows it (the module's own hook, the validation, the
+    # The state is consistent when a batch and the work that follows it (the module's own hook, validation, and the
     # schedulers) are complete, unless gradients are still being accumulated. This is the case when the next batch
-    # begins or, after the last batch, when the epoch ends. After a signal, a step is also saved before a validation,
-    # and the resumed run begins with that validation.
+    # begins or, after the last batch, when the epoch ends. After a signal, a step is also saved before validation,
+    # and the resumed run then begins with validation.
 
     def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
         self.fit = fit
@@ -123,8 +123,8 @@ class FitRecorder:
         self.fit.say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
-        """Restore loops, optimizers and schedulers, even if ``max_epochs`` is less than the run has completed."""
-        # A run has completed more epochs if a program calls fit twice and is restarted during the second call.
+        """Restore loops, optimizers and schedulers, even if the run has completed more than ``max_epochs`` epochs."""
+        # This is the case if a program calls fit twice and is restarted during the second call.
         if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
@@ -140,7 +140,7 @@ class FitRecorder:
         self._replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Run a search for the learning rate or batch size, unless the run resumes."""
+        """Run a search for the learning rate or batch size, except in a resumed run."""
         if self._stage is not Stage.LOADED:
             original(*args, **kwargs)
             return
@@ -164,7 +164,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Decide whether to save, once for each batch and after all of its work is complete."""
+        """Decide whether to save, once all the work that belongs to a batch is complete."""
         if not self._in_batch:
             return
         self._in_batch = False
@@ -191,7 +191,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the end of the epoch was left to do. Save now, so that another resume does not repeat it.
+            # Only the work at the end of the epoch was left. Save now, so that it is not repeated by the next resume.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -209,16 +209,16 @@ class FitRecorder:
         step, loop = self.fit.step, self.fit.trainer.fit_loop
         if self.writer.newest.holds(step) or private_api.is_accumulating(loop):
             return
-        # Lightning itself resets these counters when the validation begins.
+        # Reset these counters before saving, as Lightning does when validation begins.
         loop.epoch_loop.val_loop.batch_progress.reset_on_run()
         self.writer.hold(step, "validation")
         if self._stop.points.in_validation():
             self._save_at_signal(step, "validation")
 
     def during_validation(self) -> None:
-        """Abort a validation after a preemption signal, because nothing can be saved until it ends."""
-        # Callbacks may have replaced the weights with an average, and modules may change state during a validation.
-        # If gradients are being accumulated, the validation continues, and the state after the next update is saved.
+        """Abort validation after a preemption signal, because nothing can be saved until validation ends."""
+        # Callbacks may have replaced the weights with an average, and modules may change state during validation.
+        # If gradients are being accumulated, validation continues, and the state after the next update is saved.
         if not self._stop.points.in_validation():
             return
         step, newest = self.fit.step, self.writer.newest

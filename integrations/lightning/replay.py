@@ -1,13 +1,13 @@
 """Save and restore the position of a ``fit`` within its epochs.
 
-The order of batches in an epoch depends on the random generators at four points: when the program creates the data
-loaders, when a loader creates its iterator (and seeds the workers, which start loading), at the first batch (when
-samplers without workers are seeded), and at each later batch, because the model draws from the same generators. To
-restore a stateless loader, a resumed run goes through the first three with the saved generator states and then draws
-the earlier batches again. A stateful loader restores itself.
+The order of batches in an epoch depends on the state of the random generators at four points: when the program creates
+the data loaders, when a loader creates its iterator (and seeds the workers, which start loading), at the first batch
+(when samplers without workers are seeded), and at each later batch, because the model draws from the same generators.
+To restore a stateless loader, a resumed run passes the first three points with the saved generator states and then
+draws the earlier batches again. A stateful loader restores itself.
 
-:class:`EpochReplay` is a state machine. It either follows the run or holds a saved position, which is at the end of an
-epoch or within one, until it has returned there. Lightning's loops produce these events, in this order:
+:class:`EpochReplay` is a state machine. It either follows the run or holds a saved position, at the end of an epoch
+or within one, until the loops have returned to it. Lightning's loops produce these events, in this order:
 
 ==============  =======================  ================================  ======================================
 event           no saved position        position at the end of an epoch   position within an epoch
@@ -49,7 +49,7 @@ from .strategies import live_names, own_buffers, replicas
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
-"""The point of a save: after a batch and its validation, before the validation, or after an epoch."""
+"""When a step is saved: after a batch and the validation that follows it, before that validation, or after an epoch."""
 
 # These Lightning callbacks set up the trainer at the start of an epoch and can safely do so again in mid-epoch. Other
 # callbacks are not called again, because they were called at the start of the epoch.
@@ -93,7 +93,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` is True if the process ends before the work after the batch."""
+        """Return the position as a tree; ``is_cut_off`` means that the process ends before the work after the batch."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -118,7 +118,7 @@ class EpochReplay:
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
-            ahead = getattr(self.fetcher, "batches", ())  # one prefetched batch, if the data has no length
+            ahead = getattr(self.fetcher, "batches", ())  # holds one prefetched batch if the data has no length
             position["fetched"] = self.fetcher.fetched
             position["consumed"] = self.fetcher.fetched - len(ahead)
             if not loaders.all_stateful(parts):
@@ -129,7 +129,7 @@ class EpochReplay:
         return position
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Set the position for the loops to return to; return whether it was saved before the work after its batch."""
+        """Set the position for the loops to return to; return True if the work after its batch is yet to be done."""
         self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
         self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
@@ -142,12 +142,12 @@ class EpochReplay:
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        private_api.skip_sanity_check(self._loop)  # The hooks of the check would change the restored state.
+        private_api.skip_sanity_check(self._loop)  # Its hooks would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read it when it creates the loaders.
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read this when it creates loaders.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:
@@ -293,7 +293,7 @@ class EpochReplay:
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
             callback.on_train_epoch_start(self._trainer, module)
-        # StochasticWeightAveraging has reset the batch normalization statistics if this is its last epoch.
+        # In its last epoch, StochasticWeightAveraging has just reset the batch normalization statistics.
         module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: SavedPosition, fetcher: Any) -> None:
@@ -321,7 +321,7 @@ class EpochReplay:
             self._trainer.should_stop = True
 
     def _warn(self, saved: SavedPosition) -> None:
-        """Warn about workers that cannot be restored, and about state that only earlier versions restored."""
+        """Warn about workers that cannot be restored, and about state that only earlier versions could restore."""
         if not self._trainer.is_global_zero:
             return
         tree, parts = saved.tree, self._loaders()
@@ -381,7 +381,7 @@ class EpochReplay:
             self._restore_validation_loaders(saved, validation)
 
     def _validation_loaders(self) -> dict[str, Any]:
-        """Return the state that later validations depend on: generators, and which loaders have persistent workers."""
+        """Return the state on which later validation depends: generators, and which loaders have persistent workers."""
         loop = self._loop.epoch_loop.val_loop
         parts = private_api.loaders_of(loop)
         kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]

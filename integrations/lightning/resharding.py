@@ -27,12 +27,12 @@ class SavedPosition:
     tree: dict[str, Any]
     is_new: bool = False  # True if there are now more processes, and this one has no saved position
     keeps_random: bool = False  # whether to keep the global generators as seeded by the program
-    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the loaders exist
+    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed once the loaders exist
     until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed before the first batch
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the process ended before the work that follows the last batch, such as a validation."""
+        """True if the process ended before doing the work that follows the last batch, such as validation."""
         return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
 
 

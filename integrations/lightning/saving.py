@@ -25,23 +25,23 @@ from .trees import POSITION
 logger = logging.getLogger("holdfast")
 
 PREEMPTED = "preempted"
-"""The recorded reason for a save after a signal."""
+"""The reason that is recorded for a save after a signal."""
 
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint of a run, or its first step if nothing has been saved."""
+    """The newest checkpoint of a run, or the step at which the run began if nothing has been saved."""
 
     step: int
     metrics: Mapping[str, float] | None = None  # None if the checkpoint is not in the directory
-    is_cut_off: bool = False  # True if it was saved before the work that follows its batch, such as a validation
+    is_cut_off: bool = False  # True if it was saved before the work that follows its batch, such as validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether a step has been saved after all of its work, such as a validation, was complete."""
+        """Return whether a step was saved after all of its work was complete, including validation."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resume would continue after this step, or with the work that follows its batch."""
+        """Return whether a resumed run would continue after this step, or with the work that follows its batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
@@ -63,7 +63,7 @@ class StepWriter:
         self._fitting = fitting
         self._witness = witness
         self._ledger = MetricsLedger()
-        self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
+        self._has_news = False  # whether validation or an epoch has ended since a save was last considered
         self._outdated: set[int] = set()  # steps of an earlier run that this run replaces
         self._copies = Copies() if fit.options.save_on_exception else None
         self.held: Held | None = None  # the checkpoint to save after an exception
@@ -171,7 +171,7 @@ class StepWriter:
         self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.trainer.fit_loop.epoch_loop.done
         position = self._replay.capture(point, is_cut_off=cut_off)
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # already in the position
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # already in the data position
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class StepWriter:
 class MetricsLedger:
     """Tracks the step at which each metric value appeared in ``trainer.callback_metrics``."""
 
-    # ``trainer.callback_metrics`` holds the last value of every metric ever logged: 50 steps after a validation, its
+    # ``trainer.callback_metrics`` holds the last value of every metric ever logged: 50 steps after validation,
     # ``val_loss`` is still there. If a later checkpoint were ranked by this stale value, it would look as good as the
     # checkpoint that was validated.
 

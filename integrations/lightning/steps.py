@@ -37,7 +37,7 @@ class Fit:
         return int(self.trainer.global_step) + self.batches
 
     def say(self, text: str, *args: object) -> None:
-        """Announce a message about the run, only in process 0."""
+        """Announce a message about the run, but only in process 0."""
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:

@@ -1,7 +1,7 @@
 """End a run after a signal.
 
 The signal handlers in this module replace Lightning's. The run saves before the next batch or validation and then ends;
-a validation in progress is aborted at once.
+validation in progress is aborted at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .store import RunStore
 
 
 class Preempted(SystemExit):
-    """Ends the process after a signal and a save, with the signal's exit status or, if the job is requeued, with 75."""
+    """Ends the process after a signal, with the signal's exit status or, if the job is requeued, with status 75."""
 
     def __init__(self, code: int = 128 + signal.SIGTERM) -> None:
         super().__init__(code)
@@ -42,7 +42,7 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends a ``fit`` after a signal, either at the next consistent point or after more steps that are only recorded."""
+    """Ends a ``fit`` after a signal: at the next consistent point, or after more steps that are only recorded."""
 
     fit: Fit
     points: Stop
@@ -52,7 +52,7 @@ class FitStop:
         """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # except the last batch, which a validation may follow
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # except the last batch, which validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """Handles signals during one trainer call, which Lightning's handlers could end during gradient accumulation."""
+    """Handles signals during one trainer call, which Lightning's handlers could end while gradients are accumulated."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)
@@ -134,7 +134,7 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
 
 
 def requeue(processes: ProcessGroup) -> None:
-    """Requeue the job in SLURM, which ends it at once; a collective call in which all processes wait for process 0."""
+    """Make SLURM end the job at once and requeue it; a collective call in which all processes wait for process 0."""
     group = processes.rendezvous("requeue")
     if group is None:
         _requeue()

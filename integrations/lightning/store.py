@@ -95,7 +95,7 @@ class CallbackArguments(ProgramOptions):
 
 
 PROCESS = "process"
-"""The item that stores the data positions of all processes if there are several."""
+"""The item that stores the data position of each process in a run with several processes."""
 
 _OF_EVERY = {"every": True}  # restores the positions of all processes if the number of processes has changed
 
@@ -103,8 +103,8 @@ Template = Mapping[str, Any] | None
 """Templates, keyed by entry of the Lightning checkpoint dictionary."""
 
 FINISHED: dict[Location, weakref.ref[Any]] = {}
-"""The module of each run that this process has finished, keyed by directory. It reveals cross-validation folds that
-share a directory by mistake."""
+"""The module of each run that this process has finished, keyed by directory, to detect cross-validation folds
+that share a directory by mistake."""
 
 logger = logging.getLogger("holdfast")
 
@@ -135,7 +135,7 @@ class RunStore:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the current or last ``fit`` in this process; a read-only manager if there is none."""
+        """The manager of the current or last ``fit`` in this process; if there is none, a read-only manager."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -226,7 +226,7 @@ class RunStore:
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has already considered this step.
             return None
 
-        # Checkpoints saved at an interval rarely coincide with a validation, so they would otherwise never be ranked.
+        # Checkpoints saved at an interval rarely coincide with validation, so they would otherwise never be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
@@ -435,7 +435,7 @@ _OF_THE_MODEL = {  # exported entries, without ``value_types``, so that values o
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read the named checkpoint entries; names that the step does not have are ignored."""
+    """Read the named entries of a step's checkpoint, ignoring those that it does not have."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)

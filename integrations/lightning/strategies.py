@@ -79,7 +79,7 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each saved name to its current name; they differ if a submodule is compiled in only one of the runs."""
+    """Map each saved name to its current name; the two differ if a submodule is compiled in only one of the runs."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
@@ -88,7 +88,7 @@ def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
 
 
 def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Rename the module state in a Lightning checkpoint dictionary to the module's current names."""
+    """Rename the entries of the module state in a Lightning checkpoint dictionary to the module's current names."""
     for entry in {"state_dict", "current_model_state"} & checkpoint.keys():
         state = checkpoint[entry]
         names = live_names(state, module.state_dict(keep_vars=True))
@@ -103,7 +103,7 @@ def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas(strategy: Any) -> int:
-    """Return the number of data-parallel replicas: the processes that the training data is divided among."""
+    """Return the number of data-parallel replicas: the processes among which the training data is divided."""
     return 1 if strategy.world_size == 1 else int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
@@ -141,7 +141,7 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves; its large tensors are filled when all processes call ``fill``."""
+        """Return the tree that this process saves; its large tensors are filled in when all processes call ``fill``."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         with contextlib.closing(group):
@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or in every process."""
+        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or on every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
@@ -208,7 +208,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores entries with a template to match the template, and all other entries as saved."""
+    """Restores each entry in the form of its template; an entry without a template is restored as saved."""
 
     shares_reads = True
 
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint that was restored with :meth:`template` into the module and the optimizers."""
+        """Load a checkpoint, which was restored with :meth:`template`, into the module and the optimizers."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -286,7 +286,7 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:
-    """Return a mapping from index to parameter name for each optimizer, or [] if state was saved by name."""
+    """Return a mapping from index to parameter name for each optimizer, or [] if the state was saved by name."""
     if not templates or not any(isinstance(key, int) for state in saved for key in state["state"]):
         return []
     return [

@@ -40,13 +40,13 @@ POSITION = "holdfast"
 """The entry for state that Lightning's own checkpoints lack, such as the data position and random generators."""
 
 VERSION = 1
-"""The version of these trees. It increases when earlier versions of holdfast cannot read new trees."""
+"""The version of these trees, which is increased when earlier versions of holdfast cannot read new trees."""
 
 _VERSION = "tree_version"  # absent in trees from version 0.1.0
 _VERSIONS = "state_dict_versions"
 _NUMPY = "numpy.ndarray"
 _TYPES = "value_types"  # original types of values saved as plain data: pairs of path and type
-_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries listed first
+_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that come first in the tree
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
 
@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need these versions to load older states. They share one leaf, because there are many modules.
+        # Modules may need these versions to load older states. All share one leaf, because there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -188,7 +188,7 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 # ---- values of other types, such as those in hyper-parameters
 #
 # Paths are saved as strings, namespaces as dictionaries, and dtypes by name, which every reader can use. The type names
-# are also saved, so that Lightning gets the original values. Restoring calls only the constructors in this table and
+# are also saved, so that the original types can be restored. Restoring calls only the constructors in this table and
 # those of classes that the program has already loaded.
 
 

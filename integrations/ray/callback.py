@@ -24,7 +24,7 @@ class PreemptedError(RuntimeError):
 
 
 class CheckpointCallback(LoopCallback):
-    """:class:`holdfast.CheckpointCallback` for training functions of ``TorchTrainer`` or ``JaxTrainer``.
+    """A :class:`holdfast.CheckpointCallback` for the training functions of ``TorchTrainer`` and ``JaxTrainer``.
 
     ::
 
@@ -89,7 +89,7 @@ class CheckpointCallback(LoopCallback):
         state, step = super().restore_or_initialize(state, like=like, **extras)
         location = self._location_of(step)
         if location is not None and (reported is None or reported.url != location.url):
-            self._unreported = step  # the previous run ended after saving this step and before reporting it
+            self._unreported = step  # saved by a previous run that ended before reporting it
         return state, step
 
     def on_step(

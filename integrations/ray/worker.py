@@ -21,12 +21,12 @@ from ..loop import PreemptionSignal
 logger = logging.getLogger("holdfast")
 
 DRAINED = 1000
-"""The pseudo signal number that represents Ray's notice that it will remove a node."""
+"""Pseudo signal number for Ray's notice that it will remove a node."""
 
 _TIMEOUT = 30.0  # seconds; timeout for calls in the main thread of the actor, which Ray keeps idle
 _SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # maps pyarrow file system types to URL schemes
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
-"""Options that give a file system its own credentials; for a URL, credentials come from the environment."""
+"""Options that give a file system its own credentials; a plain URL gets them from the environment instead."""
 
 _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # keyed by id, for `_call`
 
@@ -43,7 +43,7 @@ def run_directory(name: str = "checkpoints") -> str:
     Returns:
         A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
         endpoint or ``RunConfig(storage_filesystem=...)``, the URL is the one that
-        ``holdfast.storage.as_location(..., filesystem=...)`` returns, with the same guarantees.
+        ``holdfast.storage.as_location(..., filesystem=...)`` returns, and the same guarantees apply.
 
     Raises:
         StateError: This process is not a Ray Train worker.
@@ -86,7 +86,7 @@ class Worker:
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics and, optionally, a checkpoint in Ray's storage, which is not copied; wait for all workers."""
+        """Report metrics and, optionally, a checkpoint that is already in Ray's storage; wait for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -97,7 +97,7 @@ class Worker:
 
 
 def _location(filesystem: Any, path: str) -> Location:
-    """Convert a path in a pyarrow file system to a location, using an object store URL if it is equivalent."""
+    """Convert a path in a pyarrow file system to a location, using an object store URL if one is equivalent."""
     type_name = filesystem.type_name
     if type_name in _SCHEMES:
         options = filesystem.__reduce__()[1][0]  # pyarrow exposes its options only for pickling
@@ -164,7 +164,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # A Ray Train actor runs functions that are passed to its execute method in its main thread.
+            # In its main thread, a Ray Train actor runs the functions that are passed to its execute method.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:

@@ -35,7 +35,7 @@ from ....engine.storage import Location, aligned_empty, map_status, shared_conte
 if TYPE_CHECKING:
     import tensorstore
 
-_CACHE = 64 << 20  # bytes; cache of decoded B+tree nodes, shared by all arrays
+_CACHE = 64 << 20  # bytes; size of the cache of decoded B+tree nodes, which all arrays share
 _UNDER_WAY = 1 << 30  # bytes; limit on concurrent array reads
 _RATIO = 1 << 16  # maximum compression ratio of the supported compressors
 _SMALL_CHUNK = 64 << 20  # bytes; chunk size that is accepted for arrays of any size
@@ -79,7 +79,7 @@ def _s3_spec(bucket: str) -> dict[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """A request to read an array, or one box of it."""
+    """A request to read an array or one box of it."""
 
     name: str
     box: Box | None = None
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently, and pass their index and data to ``use``; return names and errors."""
+        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return errors by name."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -201,7 +201,7 @@ class ProcessDatabases:
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
-        self._folders: dict[str, Location] = {}  # maps each key to its folder, or to the first one if replicated
+        self._folders: dict[str, Location] = {}  # maps each key to its folder, or to the first folder if replicated
         for folder in folders:
             try:
                 with naming(folder):

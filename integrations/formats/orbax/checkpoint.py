@@ -25,7 +25,7 @@ from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # part of the directory name while a save is unfinished
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of a directory's name while its save is unfinished
 # This file marks a finished save on Google Cloud Storage, where directories cannot be renamed.
 COMMITTED = "commit_success.txt"
 
@@ -35,9 +35,9 @@ METRICS_FOLDER = "metrics"
 ONLY_ITEM = "default"  # item name if a manager saves a single item
 _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-# This item lists the devices of every process. Managers that save to the local disk of each host write it.
+# An item that lists the devices of every process, written by managers that save to the local disk of each host.
 _PROCESSES = "process_metadata"
-RUN_METADATA = "metadata"  # folder with the custom metadata of the run, next to the steps
+RUN_METADATA = "metadata"  # folder next to the steps, with the custom metadata of the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # maximum number of directories searched for items if no file marks a checkpoint
 
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories named ``<step>`` or ``<prefix>_<step>``; if prefixes differ, only the most common one counts."""
+    """Find directories named ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use only the most common one."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 
@@ -160,7 +160,7 @@ def _run_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def is_finished(location: Location, names: frozenset[str]) -> bool:
-    """True if Orbax finished saving a directory."""
+    """True if Orbax has finished saving a directory."""
     if any(UNFINISHED in part for part in location.url.split("/")):
         return False
     if not location.url.startswith("gs://"):

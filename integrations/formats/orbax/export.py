@@ -76,7 +76,7 @@ class OrbaxPlan:
             raise UnsupportedLeafError("\n  ".join([headline, *self._problems]))
 
     def files(self) -> dict[str, bytes]:
-        """Map file paths, relative to the item's folder, to file contents; ``_METADATA`` comes last."""
+        """Map the path of each file, relative to the item's folder, to its content; ``_METADATA`` comes last."""
         contents: dict[str, bytes] = {}
         if self.strings:
             contents[STRINGS_FILE] = json_file(self.strings)
@@ -178,7 +178,7 @@ class OrbaxPlan:
 def checkpoint_document(
     handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """Map the names of checkpoint-level files to their contents; the file that marks a finished save comes last."""
+    """Map the name of each checkpoint-level file to its content; the file that marks a finished save comes last."""
     nanoseconds = int((time.time() if committed is None else committed) * 1e9)
     document = {
         "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
@@ -261,7 +261,7 @@ def add_orbax_metadata(
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        UnsupportedLeafError: Orbax cannot read some leaves in place; the error lists all of them. Nothing was written.
+        UnsupportedLeafError: Orbax cannot read some leaves in place; the error lists them all, and nothing is written.
         OptionError: The checkpoint was not written by holdfast.
         DamagedCheckpointError: The structure of the checkpoint fails verification.
         PeerFailedError: Process 0 failed; raised in the other processes.
@@ -301,7 +301,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
 
 
 def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Map the paths of all files except arrays to their contents; ``folders`` maps each item to its folder."""
+    """Map the path of each file, except for arrays, to its content; ``folders`` maps each item to its folder."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
     for name, folder in folders.items():

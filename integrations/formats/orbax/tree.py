@@ -1,4 +1,4 @@
-"""Read a tree that Orbax saved as arrays and as JSON files with the structure, the shardings, and the strings.
+"""Read a tree that Orbax saved as arrays and as JSON files that contain the structure, shardings, and strings.
 
 The formats of orbax-checkpoint 0.5 to 0.12 are supported. If a JSON member is missing, the tree is read as if saved by
 an older version that did not write the member.
@@ -47,7 +47,7 @@ SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 PROCESS_FOLDER = "ocdbt.process_"  # folder name prefix of a per-process database
 
-# Maps the value types of empty containers to the containers to create.
+# Maps each value type of an empty container to the container to create.
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
 _EMPTY_TYPES: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
 NONE = "None"
@@ -56,7 +56,7 @@ WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
 AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions, with small leaves and placeholders for others
-# Orbax itself stores these value types as arrays. "unknown" is the type of entries for which no type is recorded.
+# Orbax itself stores these value types as arrays. "unknown" is used for entries without a recorded type.
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDER = re.compile("(?:PLACEHOLDER|AGGREGATED)://(.*)", re.DOTALL)
@@ -400,7 +400,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 class ArrayFolder(OrbaxTree):
-    """The arrays of a database that TensorStore wrote without Orbax, as one dictionary keyed by array name."""
+    """The arrays in a database that TensorStore wrote without Orbax, as one dictionary keyed by array name."""
 
     for_template = OtherTree.for_template  # a flat tree has no leaves that may be empty containers
 

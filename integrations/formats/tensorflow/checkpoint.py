@@ -32,7 +32,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class CheckpointState(NamedTuple):
-    """The newest checkpoint of a directory, and checkpoint times in seconds since 1970-01-01 UTC."""
+    """The newest checkpoint in a directory, and the time of each checkpoint in seconds since 1970-01-01 UTC."""
 
     newest: str | None = None
     times: Mapping[str, float] = {}
@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map numbers to checkpoints ``<name>-<number>`` with the newest one's name or, failing that, the most common."""
+    """Map each number to ``<name>-<number>``, using the newest checkpoint's name or else the most common one."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):

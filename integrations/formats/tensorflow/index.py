@@ -31,7 +31,7 @@ FOOTER_BYTES = 48
 MAGIC = bytes.fromhex("57fb808b247547db")  # magic number at the end of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
-_KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, relative to the file
+_KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, as a multiple of the file size
 _KEYS_SMALL = 1 << 20  # bytes; a total key size that is always accepted
 _RATIO = 24  # maximum compression ratio; a copy of 64 bytes takes three bytes
 STRING, VARIANT = 7, 21
@@ -189,7 +189,7 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 
 def ordered(number: int) -> bytes:
-    """Encode a signed integer for a slice key, in which bytes sort like numbers and small numbers take fewer bytes."""
+    """Encode a signed integer for a slice key; results sort like the numbers, and small numbers take fewer bytes."""
     length = (~number if number < 0 else number).bit_length() // 7 + 1
     marks = ((1 << length) - 1) << (7 * length)  # as many leading one bits as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")

@@ -45,7 +45,7 @@ from .index import (
 
 MOST_LEAVES = 1 << 16  # maximum number of elements of a string tensor that is split into leaves
 _CHECKSUM_BYTES = 4
-_PADDING = 4  # maximum size of a bytes array padded to its longest element, relative to the text
+_PADDING = 4  # maximum size of a bytes array padded to its longest element, as a multiple of the text size
 _SMALL = 1 << 20  # bytes; padded arrays up to about this size are always accepted
 
 
@@ -442,7 +442,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Change paths so that no value is below another, as the slot ``w/Adam`` is below ``w`` in TensorFlow 1."""
+    """Change the path of each value that is below another, such as the slot ``w/Adam`` below ``w`` in TensorFlow 1."""
     values = set(paths.values())
     arranged = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(arranged.values())

@@ -184,7 +184,7 @@ class _Folder:
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
     def _part(self, name: str, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-        """Locate a tensor in an extent, which is a torch archive or a safetensors file that several tensors share."""
+        """Locate a tensor in an extent, which is a torch archive or a safetensors file shared by several tensors."""
         if extent.is_compressed:
             return self._compressed_part(name, extent, dtype, shape)
         tensors = self._headers.get((extent.file, extent.offset))
@@ -310,7 +310,7 @@ def _bytes_of(part: StoredPart, content: bytes) -> Bytes:
 
 
 def _in_memory(value: Any, content: bytes) -> Any:
-    """Replace the lazy tensors in an object with arrays over the decompressed content."""
+    """Replace the lazy tensors in an object with arrays that view the decompressed content."""
     if isinstance(value, StoredArray):
         part = value.whole()
         return part.array(_bytes_of(part, content))

@@ -51,7 +51,7 @@ _GONE = object()
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes; read-ahead of small reads, because the next one is likely to be close by
+_BLOCK = 256 << 10  # bytes; small reads fetch this much, because the next read is likely to be close by
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -61,7 +61,7 @@ class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unles
 
 
 class TorchArchive:
-    """A torch.save archive at an ``offset`` in a larger file; record offsets are relative to the larger file."""
+    """A torch.save archive at an ``offset`` in a larger file; record offsets are relative to that file."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -119,7 +119,7 @@ class TorchArchive:
         return Record(self._offset + begin, info.file_size, info.CRC or None)
 
     def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
-        """Verify the checksums of all records; yield the name of each damaged record with the reason."""
+        """Verify the checksums of all records; yield the name of each damaged record and the reason."""
         for name, record in self.records.items():
             checksum = 0
             try:
@@ -205,7 +205,7 @@ _DISTRIBUTED = ".metadata"  # file that identifies a ``.ckpt`` directory saved b
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find a Lightning run's ``.ckpt`` files; steps come from file names or, if a name has none, from the file."""
+    """Find a Lightning run's ``.ckpt`` files; the step of each is in its name or, failing that, in its content."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
@@ -222,21 +222,21 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
                 checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
-            # A name with the step takes precedence over `last.ckpt`. Lightning appends `-v1` if a name is taken.
+            # A file named after its step takes precedence over `last.ckpt`. Lightning appends `-v1` if a name is taken.
             candidate = (match is not None, len(entry.name), entry.name)
             files[step] = max(candidate, files.get(step, candidate))
     return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in files.items()})
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:
-    """Unpickle the object in an archive, as containers of :class:`StoredArray`, plain values, and inert objects."""
+    """Unpickle the object in an archive into containers of :class:`StoredArray`, plain values, and inert objects."""
     return unpickle(archive.pickle, BUILDERS, storage_finder(archive.records, file, archive.byte_order))
 
 
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data with `Unreadable`; if ``needed`` is given, remove them from other members.
+    """Replace objects that are not data with `Unreadable`; with ``needed``, remove them from members not listed there.
 
     ``none`` allows None as a dictionary key, for dictionaries that are never stored as a tree.
     """

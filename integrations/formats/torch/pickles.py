@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inert:
-    """A record of a call in a pickle, which the interpreter does not execute."""
+    """A record of a call in a pickle, which is never executed."""
 
     name: Name
     arguments: tuple[Any, ...]
@@ -136,7 +136,7 @@ class _Machine:
     def name(self, module: Any, attribute: Any) -> None:
         if type(module) is not str or type(attribute) is not str:
             raise ValueError("a name in it is not text")
-        # Protocol 2, which torch writes, uses the Python 2 name of this module.
+        # Protocol 2, which torch writes, uses the Python 2 name of ``builtins``.
         self.stack.append(Name("builtins" if module == "__builtin__" else module, attribute))
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> None:
