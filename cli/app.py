@@ -109,7 +109,7 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
         return
     shell = os.path.basename(os.environ.get("SHELL", ""))
     if shell not in _SCRIPTS:
-        raise OptionError(f"SHELL={os.environ.get('SHELL', '')}: completion is for the shells {', '.join(_SCRIPTS)}")
+        raise OptionError(f"SHELL={os.environ.get('SHELL', '')}: completion supports only {', '.join(_SCRIPTS)}")
     from click.shell_completion import get_completion_class
 
     shell_class: Any = get_completion_class(shell)
@@ -128,7 +128,7 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
             file.seek(0)
             if line not in file.read():
                 file.write(f"\n{line}\n")
-    say(f"{path}: {shell} completes the command in its next terminal")
+    say(f"{path}: {shell} will complete the command in new terminals")
     context.exit()
 
 

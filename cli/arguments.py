@@ -68,7 +68,7 @@ program = click.argument(
 select = click.option(
     "--select", metavar="PATTERN", multiple=True, help="Only leaves whose paths match, such as '**/lora_A/**'."
 )
-prefix = click.option("--prefix", help="The prefix of the steps, where the directory has several.")
+prefix = click.option("--prefix", help="The prefix of the steps, if the directory has several.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
@@ -92,7 +92,7 @@ def checkpoints_at(path: str) -> Location:
         if location.exists():
             with location.open_data() as file:
                 left = left_by_download(file)
-            problem = f"this is {left}" if left else "this file is no checkpoint of a supported library"
+            problem = f"this is {left}" if left else "this file is not a checkpoint of a supported library"
         raise CheckpointNotFoundError(f"{path}: {problem}; give a run, a directory of checkpoints or one step")
     return location
 
@@ -115,6 +115,6 @@ def runs_below(location: Location) -> list[str]:
 def where_else(location: Location) -> str:
     """Return an error message suffix that points to checkpoints near a directory that has none."""
     if (location.parent / RECORD).is_there():
-        return f"; it is a part of the checkpoint {location.parent}"
+        return f"; it is part of the checkpoint {location.parent}"
     runs = runs_below(location)
-    return f"; there are some below: {shortened(runs)}" if runs else ""
+    return f"; there are some in {shortened(runs)}" if runs else ""

@@ -113,7 +113,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
     names = sorted({entry.series for entry in entries})
     listed = ", ".join(name.rstrip("_-") for name in names if name)
     if prefix is None and len(names) > 1:
-        raise OptionError(f"{location}: there are steps of several prefixes; give one with --prefix: {listed}")
+        raise OptionError(f"{location}: there are steps with several prefixes; give one with --prefix: {listed}")
     wanted = next((name for name in names if prefix is None or name.rstrip("_-") == prefix.rstrip("_-")), None)
     if wanted is None:
         raise CheckpointNotFoundError(
@@ -128,10 +128,10 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 @click.option("--keep-latest", type=int, help="Keep this many of the newest.")
 @click.option("--keep-period", type=int, help="Keep the first at or past each multiple of this many steps.")
 @click.option("--keep-time-interval", help="Keep those this far apart, such as 1h.")
-@click.option("--keep-step", "keep_steps", type=int, multiple=True, help="Keep this step; may be given several times.")
+@click.option("--keep-step", "keep_steps", type=int, multiple=True, help="Keep this step; may be repeated.")
 @click.option("--best-fn", help="The metric that ranks checkpoints.")
 @click.option("--best-mode", help="max or min.")
-@click.option("--only", is_flag=True, help="Apply the rules given here alone, without those of the run.")
+@click.option("--only", is_flag=True, help="Apply only the rules given here, without those of the run.")
 @arguments.deletes
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
@@ -158,7 +158,7 @@ def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bo
         if damaged:
             say(f"damaged, left alone (holdfast rm deletes them): {shortened_steps(damaged)}")
     if run.mirror is not None and not as_json:
-        say(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
+        say(f"the mirror {run.mirror} follows its own rules and is not changed")
     more = {"kept": kept, "damaged": damaged}
     return _delete(run, unkept, yes, dry_run, as_json=as_json, more=more, in_mirror=False)
 
@@ -172,8 +172,8 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
     if "best_fn" not in rules:
         if run.function is not None:
             raise OptionError(
-                f"{run.location}: the run ranks its checkpoints by a function of its program, {run.function}, so what "
-                "it keeps is not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
+                f"{run.location}: the run ranks its checkpoints by a function in its program, {run.function}, so what "
+                "it keeps is unknown here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
             )
     elif rules["best_fn"] != run.options.best_fn and "best_mode" not in rules:
         raise OptionError(f"--best-fn {rules['best_fn']} needs --best-mode max or min; nothing was deleted")
@@ -207,9 +207,9 @@ def rollback(directory: str, step: int, prefix: str | None, dry_run: bool, yes: 
     if not as_json:
         say(f"keep {step}: the run resumes from it")
         if mirrored:
-            say(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
+            say(f"also delete {shortened_steps(mirrored)} in the mirror {run.mirror}")
         if run.local is not None:
-            say(f"local steps that the hosts have in {run.local} do not count any more")
+            say(f"local steps of the hosts in {run.local} no longer count")
     after = step if mirrored or mirrored is None or run.local is not None else None
     return _delete(run, later, yes, dry_run, as_json=as_json, more={"resumes_from": step}, after=after)
 
@@ -232,7 +232,7 @@ def _delete(
     deleted: list[int] = []
     anything = bool(steps) or after is not None
     if anything and not yes and not dry_run and not sys.stdin.isatty():
-        raise OptionError("nothing was deleted: this is no terminal to ask on; give --yes, or --dry-run to look")
+        raise OptionError("nothing was deleted: cannot ask without a terminal; give --yes, or --dry-run to look")
     if anything and not dry_run and (yes or click.confirm(f"Delete {counted}?")):
         with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
             progress.expect(nbytes)

@@ -39,7 +39,7 @@ def observer() -> Observer:
         try:
             heartbeat = Heartbeat(Path(folder))
         except OSError as error:
-            _logger.warning("%s=%s: the supervisor cannot be told of this run: %s", SUPERVISOR, folder, error)
+            _logger.warning("%s=%s: cannot tell the supervisor about this run: %s", SUPERVISOR, folder, error)
     if folder := os.environ.get(DRILL):
         from .drill.rehearsal import Rehearsal
 

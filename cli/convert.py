@@ -36,7 +36,7 @@ _OPTIONS = {  # command options that replace function arguments in error message
 @arguments.source
 @click.argument("destination", metavar="DST", help="Where the copy goes: a path or URL.")
 @click.option("--overwrite", is_flag=True, help="Replace other checkpoints at DST.")
-@click.option("--max-bandwidth", metavar="RATE", help="The most to copy, such as '50 MB/s'.")
+@click.option("--max-bandwidth", metavar="RATE", help="The maximum rate, such as '50 MB/s'.")
 @arguments.as_json
 def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None, as_json: bool) -> int:
     """Copy a checkpoint, or a run with all its steps, between disks and object stores.
@@ -54,13 +54,13 @@ def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None
                 progress=progress,
             )
         except KeyboardInterrupt:
-            say(f"holdfast: {destination}: what was copied stays; the same command continues with it", file=sys.stderr)
+            say(f"holdfast: {destination}: what was copied is kept; the same command continues it", file=sys.stderr)
             raise
     if as_json:
         print_json({"checkpoints": [dataclasses.asdict(copy) for copy in copies]})
         return DONE
     for copy in copies:
-        there = "" if copy.sent == copy.bytes else f", {format_size(copy.bytes - copy.sent)} of it there already"
+        there = "" if copy.sent == copy.bytes else f", {format_size(copy.bytes - copy.sent)} of it already there"
         say(f"{copy.source} -> {copy.path}: {format_size(copy.bytes)}{there}")
     return DONE
 
@@ -93,7 +93,7 @@ def _step_or_best(text: str) -> int | str:
         return text
     if text.isdecimal():
         return int(text)
-    raise click.BadParameter(f"{text!r} is neither the number of a step nor best")
+    raise click.BadParameter(f"{text!r} is neither a step number nor best")
 
 
 @click.command()
@@ -132,16 +132,16 @@ def export(
     configure_logging("warning")
     if in_place:
         if to != "orbax" or destination is not None or item is not None or select or root or overwrite:
-            raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
+            raise OptionError("--in-place takes --to orbax and --step, but neither DST nor other options")
         if step == "best":
-            raise OptionError("--in-place takes the number of a step, and not --step best")
+            raise OptionError("--in-place takes the number of a step, not --step best")
         from ..integrations.formats.orbax.export import add_orbax_metadata
 
         paths = [*map(str, add_orbax_metadata(checkpoints_at(source), step=step))]
         if as_json:
             print_json({"checkpoints": paths})
         else:
-            say("".join(f"{path}: orbax can read it now, too\n" for path in paths), end="")
+            say("".join(f"{path}: orbax can now read it, too\n" for path in paths), end="")
         return DONE
     if destination is None:
         raise OptionError(

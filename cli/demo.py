@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
         run = [*RECIPE, f"run_dir={stopped}"]
         steps = [  # text, command, expected exit status
-            ("A training run. Half-way, the machine is taken away: SIGTERM.", run, PREEMPTED),
+            ("A training run. Halfway, the machine is taken away: SIGTERM.", run, PREEMPTED),
             (f"Exit status {PREEMPTED}: preempted and saved, run me again. The same command again:", run, DONE),
             ("For comparison, the same run without an interruption:", [*RECIPE, f"run_dir={whole}"], DONE),
             ("Do both end with the same bits?", ["diff", stopped, whole], DONE),

@@ -56,7 +56,7 @@ def _saying_where_else(location: Location) -> Iterator[None]:
     "--stats",
     "statistics",
     is_flag=True,
-    help="Read the values: least, greatest, mean, norm, NaN and Inf of each leaf.",
+    help="Read the values: min, max, mean, norm, NaN and Inf of each leaf.",
 )
 @click.option("--tree", "as_tree", is_flag=True, help="Show containers as a tree, with their sizes.")
 @arguments.as_json
@@ -146,7 +146,7 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
 
 @click.command()
 @click.argument("left", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
-@click.argument("right", metavar="B", help="What it is compared with.")
+@click.argument("right", metavar="B", help="What to compare it with.")
 @arguments.step_of("The step of A; by default the newest.", value_type=str)
 @arguments.step_of("The step of B; by default the step of A, or the newest.", "other_step")
 @click.option(
@@ -227,7 +227,7 @@ def verify(directory: str, step: int | None, as_json: bool) -> int:
             leaf = f" ({problem.leaf})" if problem.leaf else ""
             say(f"  {problem.file}{leaf}: {problem.what}")
     for path in result.strays:
-        say(f"{path}: no checkpoint, and left alone: it has no {RECORD}, and `holdfast rm` deletes it")
+        say(f"{path}: not a checkpoint, and left alone: it has no {RECORD}; `holdfast rm` deletes it")
     states = Counter("damaged" if item.problems else "whole" for item in result.checkpoints)
     say(", ".join(f"{number} {state}" for state, number in sorted(states.items(), reverse=True)))
     return DONE if result.ok else FAILED

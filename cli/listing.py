@@ -201,7 +201,7 @@ def describe_one(location: Location) -> CheckpointSummary:
 
 @click.command()
 @arguments.run_directory
-@arguments.duration("--interval", "How often to look, such as 10s.", default="2s")
+@arguments.duration("--interval", "How often to check, such as 10s.", default="2s")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each change, for programs.")
 def watch(directory: str, interval: float, as_json: bool) -> int:
     """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""

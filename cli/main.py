@@ -72,7 +72,7 @@ def _explained(error: BaseException) -> tuple[str, int]:
         return f"the command needs {error.name}: {install_command('cli')}", FAILED
     if (usage_message := getattr(error, "format_message", None)) is not None:  # a click usage error
         command = getattr(getattr(error, "ctx", None), "command_path", "holdfast")
-        return f"{usage_message()} ({command} --help shows how to call it)", BAD_USAGE
+        return f"{usage_message()} (see {command} --help)", BAD_USAGE
     error_type = type(error)
     if error_type.__module__.partition(".")[0] == __package__.partition(".")[0]:
         return str(error), FAILED

@@ -36,7 +36,7 @@ def _bundled_names(_context: click.Context, _parameter: click.Parameter, incompl
     "overrides",
     metavar="[KEY=VALUE]...",
     nargs=-1,
-    help="Values that override the file, such as train.steps=400; seed=0,1,2 is three runs.",
+    help="Values that override the file, such as train.steps=400; seed=0,1,2 makes three runs.",
 )
 @click.option("--print-config", is_flag=True, help="Print every key and value; run nothing.")
 @click.option("--dry-run", is_flag=True, help="Check everything and say what would be done; run nothing.")
@@ -71,7 +71,7 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
         except Exception as error:
             if len(runs) == 1:
                 raise
-            logging.getLogger("holdfast").error("%s failed, the next run begins: %s", name, error)
+            logging.getLogger("holdfast").error("%s failed, continuing with the next run: %s", name, error)
             ended.append({**facts, "error": str(error)})
             continue
         ended.append({**facts, **asdict(outcome)})
@@ -128,8 +128,8 @@ def _plan(configuration: Configuration) -> dict[str, Any]:
 
 def _plan_text(plan: dict[str, Any]) -> str:
     step, total = plan["start"], plan["steps"]
-    todo = f"would train steps {step + 1} to {total}" if step < total else f"nothing to do, as step {step} is saved"
-    begin = f"would resume from step {step}, and " if 0 < step < total else ""
+    todo = f"would train steps {step + 1} to {total}" if step < total else f"nothing to do: step {step} is saved"
+    begin = f"would resume from step {step} and " if 0 < step < total else ""
     return f"{plan['recipe']} in {plan['directory']}: {begin}{todo}; checkpoints go to {plan['checkpoints']}"
 
 

@@ -128,18 +128,18 @@ class RestartPolicy:
                 return Verdict("end", "preempted", status if last.returncode in _PREEMPTED else PREEMPTED)
             return Verdict("end", f"the program {last.kind} after a signal", status or FAILED)
         if last.kind == "misused":
-            return Verdict("end", "status 2: the program was called wrongly, and a restart will not help", status)
+            return Verdict("end", "status 2: the program was called incorrectly; a restart will not help", status)
         without = itertools.takewhile(lambda start: not start.progress, reversed(starts[1:]))
         stalled = sum(start.progress is False for start in without)
         if stalled >= STALLED:
             return Verdict("end", f"no new checkpoint in {stalled} restarts in a row", NO_PROGRESS)
         early = len(list(itertools.takewhile(lambda start: start.early, reversed(starts))))
         if early >= STALLED:
-            why = f"{early} starts in a row have ended within {EARLY:g} s, before their run began"
+            why = f"{early} starts in a row ended within {EARLY:g} s, before their run began"
             return Verdict("end", why, NO_PROGRESS)
         crashes = sum(start.kind in ("crashed", "hung") for start in starts)
         if last.kind != "preempted" and crashes > self.max_restarts:
-            return Verdict("end", f"--max-restarts={self.max_restarts} are used up", status or FAILED)
+            return Verdict("end", f"reached --max-restarts={self.max_restarts}", status or FAILED)
         row = itertools.takewhile(lambda start: start.kind != "preempted" and not start.progress, reversed(starts))
         pause = min(self.pause * 2 ** min(max(0, len(list(row)) - 1), 40), self.longest_pause)
         used = "" if last.kind == "preempted" else f", {crashes} of {self.max_restarts} restarts used"
@@ -231,7 +231,7 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
             said = f"{event}: status {facts['status']} after {facts['seconds']:.1f} s"
             said += "".join(f"; newest step {step} in {directory}" for directory, step in facts["newest"].items())
             if left := facts.get("left_running"):
-                said += f"; processes that it has left, and that were ended: {', '.join(map(str, left))}"
+                said += f"; leftover processes that were ended: {', '.join(map(str, left))}"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in said)
 
 
@@ -243,9 +243,9 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
     default=10,
     help="Restarts after crashes and hangs; preemptions are free.",
 )
-@arguments.duration("--pause", "Before a restart; doubles with every crash without progress.", default="1s")
+@arguments.duration("--pause", "Wait before a restart; doubles with each crash without progress.", default="1s")
 @arguments.duration("--longest-pause", "The pause does not grow beyond this.", default="5m")
-@arguments.duration("--hang-timeout", "Restart if there is no step within so long, such as 10m.")
+@arguments.duration("--hang-timeout", "Restart if there is no step within this time, such as 10m.")
 @arguments.duration("--start-timeout", "With --hang-timeout: how long the first step may take.", default="1h")
 @arguments.duration("--grace", "The time between SIGTERM and SIGKILL; slower saves are reported.", default="30s")
 @click.option("--events", metavar="FILE", help="Append the events to a file, as JSON.")

@@ -171,7 +171,7 @@ def load(
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it
 
     if like is None and (cast or subset):
-        raise OptionError("cast=True and subset=True say how a template is filled: give one with like=")
+        raise OptionError("cast=True and subset=True control how a template is filled: pass one with like=")
     allowed = {"cast": cast, "subset": subset}
     if isinstance(path, Mapping):
         return read_merged(path, item, lambda checkpoint: _load(checkpoint, like, select, None, allowed))
@@ -232,8 +232,8 @@ def _load(
     if isinstance(select, Mapping):
         if like is not None:
             raise OptionError(
-                f"{checkpoint.location}: select= with indexes gives arrays of numpy, so that like= cannot be a "
-                "template; leave one of them out"
+                f"{checkpoint.location}: select= with indexes returns numpy arrays, so like= cannot be used with it; "
+                "leave one of them out"
             )
         from .sources import load_parts
 

@@ -48,11 +48,11 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "float_type": "a number",
     "greater_than": "a number above {gt}",
-    "greater_than_equal": "a number not below {ge}",
+    "greater_than_equal": "a number of at least {ge}",
     "int_type": "a whole number",
-    "json_invalid": "text of whole characters, without half a surrogate pair",
+    "json_invalid": "valid Unicode text, without half a surrogate pair",
     "less_than": "a number below {lt}",
-    "less_than_equal": "a number not above {le}",
+    "less_than_equal": "a number of at most {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
     "model_type": "a section with keys",
@@ -108,7 +108,7 @@ class _TooManyFilesError(ConfigError):
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
     """Read a file, merged over its ``defaults``. ``around`` lists the including files; ``numbers`` counts all files."""
     if next(numbers) > _MOST_FILES:
-        text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
+        text = f"defaults lead to more than {_MOST_FILES} files, counting repeated ones"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
     source, text = read_config(name)
     document = read_yaml(text, source)
@@ -139,7 +139,7 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
         if isinstance(inner.root, dict):
             base, origins = merged(base, inner.root), origins | inner.origins
         elif not inner.problems:
-            text = f"{name}: expected a file of a section with keys, found {described(inner.root)}"
+            text = f"{name}: expected a file with one section with keys, found {described(inner.root)}"
             problems.append(Problem(origin, "defaults", text))
     document.root, document.origins = merged(base, document.root), origins | document.origins
     return document
@@ -156,7 +156,7 @@ def read_config(name: str) -> tuple[str, str]:
                 raise ConfigError([Problem(SourceLine(name), "", text)]) from error
     bundled, names = name.removeprefix("configs/").removesuffix(".yaml"), bundled_configs()
     if ":" in name and "/" not in name:
-        text = f"a recipe is run by a file that names it: write recipe: {name} into a YAML file"
+        text = f"to run a recipe, write recipe: {name} in a YAML file"
     elif bundled in names:
         return f"configs/{bundled}.yaml", bundled_text(bundled)
     elif name and Path(name).is_dir():
@@ -165,7 +165,7 @@ def read_config(name: str) -> tuple[str, str]:
         text = f"this is a directory; {hint}"
     else:
         hint = did_you_mean(bundled, names) or f"; bundled: {', '.join(names)}"
-        text = f"no such file, and holdfast has no configuration of this name{hint}"
+        text = f"no such file, and holdfast has no configuration with this name{hint}"
     raise ConfigError([Problem(SourceLine(name), "", text)])
 
 
@@ -344,10 +344,10 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
         if root is not None:
             document.root = _Reader(document, line).value(root, (), origin)
     except RecursionError as error:
-        document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
+        document.report(line(*error.args), (), f"lists and sections are nested more than {_DEEPEST} levels deep")
     except OverflowError:  # probably caused by nested aliases
         document.problems.clear()
-        document.report(origin, (), f"this has more than {_MOST} values, those of aliases included")
+        document.report(origin, (), f"this has more than {_MOST} values, including those of aliases")
     except MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
         document.report(origin if mark is None else line(mark.line + 1), (), f"this is not YAML: {problem}")
@@ -374,7 +374,7 @@ class _Reader:
         self._document.origins[path] = origin
         content: Any = None
         if id(node) in self._open:
-            self._document.report(origin, path, "an alias that holds itself has no value")
+            self._document.report(origin, path, "an alias that contains itself has no value")
         elif isinstance(node, MappingNode | SequenceNode) and node.tag in (f"{_TAG}map", f"{_TAG}seq"):
             self._open.add(id(node))
             if isinstance(node, MappingNode):

@@ -75,8 +75,8 @@ class Windows:
         """Restore a position returned by :meth:`get_state`; raise OptionError if it belongs to another text."""
         if state["fingerprint"] != self._corpus.fingerprint:
             raise OptionError(
-                f"the checkpoint was trained on another text: expected CRC-32 {self._corpus.fingerprint:08x}, found "
-                f"{int(state['fingerprint']):08x}; resume with the version of Python that began the run"
+                f"the checkpoint was trained on a different text: expected CRC-32 {self._corpus.fingerprint:08x}, "
+                f"found {int(state['fingerprint']):08x}; resume with the Python version that began the run"
             )
         self._batch = int(state["batch"])
 

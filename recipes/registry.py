@@ -152,7 +152,7 @@ RECIPES = {
         ),
         Recipe(
             "self_play",
-            "two torch policies that learn a game of cards by playing against each other",
+            "two torch policies that learn a card game by playing against each other",
             schema.SelfPlay,
             "lightning",
             ("torch",),

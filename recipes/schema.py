@@ -48,7 +48,7 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Layers = Annotated[list[Count], Field(min_length=1)]
-Name = Annotated[str, _checked(_check_file_name, "a name that a folder can have")]
+Name = Annotated[str, _checked(_check_file_name, "a valid folder name")]
 PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a URL; a leading ``~`` is expanded here, because a shell does not expand it in ``key=value``."""
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -61,7 +61,7 @@ Resume = Annotated[
     Any,
     _checked(
         lambda value: CallbackOptions(resume=value, best_fn="metric", best_mode="max"),
-        "'auto', 'must', 'never', 'best' or the number of a step",
+        "'auto', 'must', 'never', 'best' or a step number",
     ),
 ]
 
@@ -155,7 +155,7 @@ class TrainSection(Section):
     """How long to train."""
 
     steps: Count = 1000
-    """Optimizer updates in all; may be raised later to train a finished run on."""
+    """Total number of optimizer updates; may be raised later to continue a finished run."""
     eval_interval_steps: Count = 100
     """Number of steps between evaluations; the Flax recipes also evaluate at the end."""
 

@@ -37,7 +37,7 @@ from .page import GENERATOR, draw_page
     "--norm-steps",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Compare the norms of so many kept steps; each is read whole.",
+    help="Compare the norms of this many kept steps; each is read whole.",
 )
 @arguments.as_json
 def report(directories: Sequence[str], output: str, no_statistics: bool, norm_steps: int | None, as_json: bool) -> int:
@@ -56,7 +56,7 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     if target.exists():
         with target.open("rb") as file:
             if GENERATOR.encode() not in file.read(1000):
-                raise OptionError(f"--output={target}: this file is no report of holdfast; choose another name")
+                raise OptionError(f"--output={target}: this file is not a holdfast report; choose another name")
     locations, more = find_runs(directories)
     with progress_of("read", shown=not as_json) as progress:
         runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]

@@ -150,7 +150,7 @@ def _read_statistics(
         shown = heapq.nlargest(_STATISTICS, numbered, key=importance)
         statistics.leaves = [leaf for _, leaf in sorted(shown, key=lambda numbered: numbered[0])]
     except HoldfastError as error:
-        statistics.notes.append(f"Step {newest.step} could not be read to its end: {error}")
+        statistics.notes.append(f"Step {newest.step} could not be read completely: {error}")
         return statistics
     if (left := statistics.number - len(statistics.leaves)) > 0:
         statistics.notes.append(
@@ -210,8 +210,8 @@ def _read_norms(
     for checkpoint in reversed(chosen):
         if checkpoint.bytes > budget:
             statistics.notes.append(
-                f"Norms of earlier steps were read of {len(columns) - 1} of {len(chosen)} chosen steps, as they have "
-                f"{format_size(checkpoint.bytes)} each; --norm-steps {len(chosen) + 1} reads all"
+                f"Norms were read for {len(columns) - 1} of {len(chosen)} chosen earlier steps, because each has "
+                f"{format_size(checkpoint.bytes)}; --norm-steps {len(chosen) + 1} reads all"
             )
             break
         budget -= checkpoint.bytes

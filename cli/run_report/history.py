@@ -171,15 +171,15 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
                 title = f"Fell back to step {step}: {count(len(skipped), 'step')} damaged ({steps})"
                 note("bad", title, "; ".join(f"step {number}: {damage}" for number, damage in skipped), "fallback")
             if event.get("local"):
-                text = f"Process 0 has read {size('peer_bytes')} from other hosts."
-                note("info", f"Step {step} came from the hosts' local places", text)
+                text = f"Process 0 read {size('peer_bytes')} from other hosts."
+                note("info", f"Step {step} came from local steps of the hosts", text)
         case "witness":
             attempt.proof, attempt.compared = proof_text(event), step or 0
             if attempt.proof == "inexact":
                 layers = event.get("layers")
                 attempt.differs = ", ".join(map(str, layers)) if isinstance(layers, list) else ""
                 title = f"The resume from step {_count(event.get('saved_step'))} is not exact"
-                note("bad", title, f"other than before the stop: {attempt.differs}", "inexact")
+                note("bad", title, f"different from before the stop: {attempt.differs}", "inexact")
         case "saved" | "metrics" if step is not None:
             if name == "saved":
                 keys = ("bytes", "blocked_seconds", "total_seconds")
@@ -277,7 +277,7 @@ def _beginning(number: int, attempt: Attempt) -> Note:
         proof = "" if attempt.proof is None else f": {PROOFS[attempt.proof]}"
         text = f"resumed from step {attempt.restored}, restored{took}{proof}"
     elif attempt.newest is not None:
-        text = f"found step {attempt.newest}, and restored nothing"
+        text = f"found step {attempt.newest}, but restored nothing"
     else:
         text = "from the beginning: the directory was empty"
     where = f" on {attempt.host}, process {attempt.pid}" if attempt.host else ""

@@ -94,7 +94,7 @@ def _alarms(run: RunFacts, now: float) -> Markup:
         tone = "bad" if last.how in _BAD else "warn"
         alarms.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
     if last is not None and last.how == "open":
-        text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.ended)} ago"
+        text = f"The last start runs on {last.host}, or was lost there; its last event was {age(now - last.ended)} ago"
         alarms.append(("plain", text))
     if (statistics := run.statistics) is not None and statistics.damaged:
         more = statistics.damaged - len(statistics.examples)
@@ -104,12 +104,12 @@ def _alarms(run: RunFacts, now: float) -> Markup:
         alarms.append(("warn", f"{count(history.failures, 'save')} failed"))
     if history.fallbacks:
         often = "once" if history.fallbacks == 1 else f"{history.fallbacks} times"
-        alarms.append(("warn", f"The run fell back to an older step {often}, as newer ones were damaged"))
+        alarms.append(("warn", f"The run fell back to an older step {often}, because newer ones were damaged"))
     if inexact := [attempt for attempt in history.attempts if attempt.proof == "inexact"]:
         number, last = count(len(inexact), "resume was", "resumes were"), inexact[-1]
         alarms.append(("bad", f"{number} not exact, the last one from step {last.restored}: {last.differs} differ"))
     if not run.has_events and run.format == "holdfast" and run.checkpoints:
-        places = "beside runs on file systems, not in object stores, copies or single checkpoints"
+        places = "next to runs on file systems, but not in object stores, copies or single checkpoints"
         alarms.append(("plain", f"No events: they are kept {places}"))
     return tag("ul", *(tag("li", text, class_=tone) for tone, text in alarms), class_="alarms") if alarms else Markup()
 
@@ -366,7 +366,7 @@ def _statistics(run: RunFacts) -> Markup:
     search = tag("label", "Filter ", Markup('<input type="search" data-filter="Values by leaf">'))
     return join(
         tag("h3", f"Values{step}"),
-        tag("p", f"{leaves} with numbers. NaN and Inf are counted apart; the other numbers are of finite elements."),
+        tag("p", f"{leaves} with numbers. NaN and Inf are counted separately; other figures are of finite elements."),
         tag("div", *charts, class_="charts") if charts else "",
         tag("p", search, class_="tools", hidden=True),
         table("Values by leaf", [_leaf(leaf, statistics, several) for leaf in statistics.leaves]),

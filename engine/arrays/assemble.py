@@ -72,7 +72,7 @@ class ChunkDecoder:
         if computed != expected:
             return f"has crc32c {computed:08x}, expected {expected:08x}"
         if indexed not in (computed, -1):
-            return f"has crc32c {computed:08x}, expected {indexed:08x}: another chunk, or one of another save"
+            return f"has crc32c {computed:08x}, expected {indexed:08x}: it is another chunk or from another save"
         return ""
 
     def chunks_in(self, box: Box) -> list[int]:
@@ -337,4 +337,4 @@ def _fresh_memory(nbytes: int) -> Bytes:
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"an array of {nbytes} bytes does not fit into the remaining memory") from error
+        raise MemoryError(f"an array of {nbytes} bytes does not fit in the remaining memory") from error

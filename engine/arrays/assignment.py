@@ -60,7 +60,7 @@ def replica_groups(
     for group in groups:
         if not group or min(group) < 0 or max(group) >= processes:
             raise ValueError(
-                f"a part of it is held by the processes {list(group)}, expected some of 0 to {processes - 1}"
+                f"part of it is held by processes {list(group)}, expected only processes 0 to {processes - 1}"
             )
     return ReplicaGroups(list(groups), of_chunk.reshape(-1))
 

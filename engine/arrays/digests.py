@@ -180,7 +180,7 @@ class FileCheck(NamedTuple):
                 if crc != ending or checksum not in (-1, crc):
                     raise DamagedCheckpointError(
                         f"{location} is damaged: the chunk at byte {offset} should have the crc32c "
-                        f"{ending if checksum == -1 else checksum:08x}, and has {crc:08x}"
+                        f"{ending if checksum == -1 else checksum:08x}, but has {crc:08x}"
                     )
                 reached, crc, ending, chunk = chunk_end, 0, 0, next(chunks, None)
             yield part

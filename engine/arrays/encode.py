@@ -164,7 +164,7 @@ def _gather(source: Source, box: Box) -> Bytes:
     if missing:
         raise StateError(
             f"{format_path(source.name)}: this process must write {box.size} elements from {list(box.start)} of shape "
-            f"{list(source.spec.shape)} and lacks {missing} of them, which it should hold by its sharding"
+            f"{list(source.spec.shape)}, but lacks {missing} of them, which its sharding assigns to it"
         )
     return chunk.reshape(-1).view(np.uint8)
 

@@ -243,9 +243,9 @@ def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
         elif here != there:
             differences.append(f"{format_path(name)}: process 0 has {here}, process {process} has {there}")
     return TreeMismatchError(
-        f"process {process} saves another tree than process 0, and nothing was committed: every process must save the "
-        "same leaves, numbers and plain values, or a resume would give some of them those of another one. What differs "
-        "on purpose is an extra of its own in a callback, and an item of hf.handlers.PerProcessCheckpointHandler in a "
-        "manager:",
+        f"process {process} saves a different tree from process 0, so nothing was committed: every process must save "
+        "the same leaves, numbers and plain values, or a resume would give some of them another process's values. "
+        "What differs on purpose belongs in a separate extra of a callback, or in an item of "
+        "hf.handlers.PerProcessCheckpointHandler in a manager:",
         first_lines(differences),
     )

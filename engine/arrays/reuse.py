@@ -286,11 +286,11 @@ class WrittenSteps:
             if error.errno not in _OF_ONE_FILE:
                 self._off = True
                 _logger.warning(
-                    "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
+                    "%s: unchanged arrays are written again because their files cannot be shared: %s", target, reason
                 )
             elif error.errno != errno.ENOENT:  # if one name is missing, the file may still exist under others
                 self._refused.add(file.path)
-                _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
+                _logger.info("%s: written again because it cannot be shared: %s", source, reason)
             return None
 
     @contextlib.contextmanager

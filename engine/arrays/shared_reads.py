@@ -244,7 +244,7 @@ class SharedReads:
             for receiver in receivers:
                 next(receiver)
             for sent in islice(_outgoing(share, nbytes), -(-length // nbytes)):
-                received = self._within(f"hand on arrays to the processes {shortened(team, 20)}", gather, sent)
+                received = self._within(f"pass arrays on to processes {shortened(team, 20)}", gather, sent)
                 for receiver, data in zip(receivers, received, strict=True):
                     receiver.send(data)
         self._next_call()
@@ -253,7 +253,7 @@ class SharedReads:
     def _all_have_read(self, problem: str | None) -> bool:
         """Report whether this process has read its share; return True if all have. Otherwise, each reads alone."""
         if (problem := self._together("read", problem, _any)) is not None:
-            _logger.info("each process reads on its own what it still needs: %s", problem)
+            _logger.info("each process reads what it still needs on its own: %s", problem)
         return problem is None
 
     def _together(self, topic: str, value: Any, summary: Callable[[Sequence[bytes]], bytes]) -> Any:
@@ -281,7 +281,7 @@ class SharedReads:
         if (problem := self._together("connect", problem, _any)) is not None:
             # A restore must not fail only because the network does not support collective operations.
             _logger.warning(
-                "each process reads all that it restores, as the processes cannot hand on arrays: %s", problem
+                "each process reads all that it restores, because processes cannot pass on arrays: %s", problem
             )
             return []
         return gathers

@@ -325,5 +325,5 @@ def aggregated_array(array: NDArray[Any], details: Mapping[str, Any]) -> NDArray
         raise DamagedCheckpointError(f"it holds something that is not an array of numbers: {error}") from error
     dtype = dtype_from_name(details["dtype"]) if "dtype" in details else array.dtype
     if array.dtype.newbyteorder("=") != dtype.newbyteorder("="):
-        raise DamagedCheckpointError(f"it holds elements of {array.dtype}, and tree.json says {dtype}")
+        raise DamagedCheckpointError(f"it holds elements of {array.dtype}, but tree.json says {dtype}")
     return array.astype(dtype, copy=False)

@@ -285,7 +285,7 @@ def _described(name: str, value: Any) -> tuple[Saved, ArrayLeaf | None]:
         return Saved.of(leaf), None
     if sum(piece.array.size for piece in leaf.pieces) != math.prod(leaf.shape):
         raise TreeMismatchError(
-            f"{format_path(name)}: its function returned an array that other processes hold parts of; return a numpy "
-            "array, which is placed as the new tree says"
+            f"{format_path(name)}: its function returned an array that is partly held by other processes; return a "
+            "numpy array, which is then placed as in the new tree"
         )
     return Saved.of(leaf), leaf

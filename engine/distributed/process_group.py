@@ -80,7 +80,7 @@ class ProcessGroup:
         """Raise StateError on all processes if any value differs from process 0's; the message shows both values."""
         if differences := self._agreed(None if self.alone else self._meet(what), mine, _differences):
             text = (
-                f"{what} differ between the processes; give all of them the same, or let each work alone, with "
+                f"{what} differ between the processes; give all of them the same values, or let each work alone with "
                 "coordinator=hf.processes.Alone()"
             )
             raise StateError(itemized(text, differences))
@@ -106,9 +106,8 @@ class ProcessGroup:
                     theirs = json.loads(rendezvous.broadcast("arguments", None, self.timeout))
                     if theirs != json.loads(json.dumps(arguments)):
                         raise StateError(
-                            f"{what}: process {self.index} was asked for {arguments}, and process 0 for {theirs}; all "
-                            "processes must ask for the same, or each works alone, with "
-                            "coordinator=hf.processes.Alone()"
+                            f"{what}: process {self.index} was asked for {arguments}, but process 0 for {theirs}; ask "
+                            "all processes for the same, or let each work alone with coordinator=hf.processes.Alone()"
                         )
                 answer: _T = json.loads(rendezvous.broadcast("answer", None, work_timeout))
                 return answer

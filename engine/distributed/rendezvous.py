@@ -207,7 +207,7 @@ class Rendezvous:
         try:
             self.coordinator.run(work)
         except Exception as error:
-            _logger.debug("%s: its keys stay in the store: %s", self._prefix, error)
+            _logger.debug("%s: cannot delete its keys from the store: %s", self._prefix, error)
 
     @contextlib.contextmanager
     def _waiting(
@@ -241,7 +241,7 @@ class Rendezvous:
     def _key(self, operation: str, topic: str, process: int) -> str:
         key = _process_key(f"{self._prefix}/{operation}/{_quoted(topic)}", process)
         if key in self._used:
-            raise ValueError(f"{self.name}: {operation} of {topic!r} was done before; use another topic")
+            raise ValueError(f"{self.name}: {operation} of {topic!r} was already done; use another topic")
         self._used.add(key)
         return key
 
@@ -345,8 +345,8 @@ class Rendezvous:
             yield
         except ConnectionError as error:
             message = (
-                f"{self.name}: the store that connects the processes is gone, so process 0 or the launcher, its "
-                f"server, must have ended or be stopped ({error}); check their logs"
+                f"{self.name}: the store that connects the processes is gone, so its server (process 0 or the "
+                f"launcher) must have ended or been stopped ({error}); check their logs"
             )
             raise PeerFailedError(message, 0) from error
 

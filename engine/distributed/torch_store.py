@@ -92,7 +92,7 @@ class TorchCoordinator:
                     start = name
                     break
                 if _ends.is_set():
-                    raise ConnectionError("torch.distributed's store: this process ends before process 0 has begun")
+                    raise ConnectionError("torch.distributed's store: this process is ending before process 0 starts")
                 time.sleep(next(pauses))
             else:
                 start = starts.get(start).decode()
@@ -266,7 +266,7 @@ def _in_store() -> Iterator[None]:
     _calling.add(thread)  # before the check, so that `_end_calls` waits for every call that is not refused
     try:
         if _ends.is_set():
-            raise ConnectionError("torch.distributed's store: this process ends, and does not call it any more")
+            raise ConnectionError("torch.distributed's store: this process is ending and no longer calls it")
         yield
     except RuntimeError as error:
         raise ConnectionError(f"torch.distributed's store: {error}") from error

@@ -38,7 +38,7 @@ def is_inside(path: str) -> bool:
 def encode_archive(files: Mapping[str, bytes]) -> bytes:
     """Encode files, keyed by path, as a zip file; raise ValueError if there are too many."""
     if len(files) > ARCHIVE_FILES:
-        raise ValueError(f"{len(files)} files; a zip file of ours holds up to {ARCHIVE_FILES}")
+        raise ValueError(f"{len(files)} files; a holdfast zip file holds at most {ARCHIVE_FILES}")
     parts: list[bytes] = []
     entries: list[bytes] = []
     offset = 0
@@ -82,7 +82,7 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
     # is compressed, and the zip file contains nothing else.
     if len(files) > ARCHIVE_FILES or encode_archive(files) != data:
         raise DamagedCheckpointError(
-            f"{source} is not a zip file as holdfast writes them: stored files one after the other, and nothing else"
+            f"{source} is not a zip file written by holdfast: expected stored files one after another and nothing else"
         )
     return files
 

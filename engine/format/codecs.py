@@ -202,7 +202,7 @@ def encode_varints(values: NDArray[Any]) -> bytes:
 def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], int]:
     """Decode a column of numbers; return them and their encoded size in bytes."""
     if count > data.size:
-        raise ValueError(f"{count} numbers cannot lie in {data.size} bytes")
+        raise ValueError(f"{count} numbers cannot fit in {data.size} bytes")
     if not count:
         return np.zeros(0, np.uint64), 0
     ends = (data[: count * _MAX_BYTES] < 128).nonzero()[0][:count] + 1

@@ -177,7 +177,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
             cursor.fail("its newest version has keys but no root")
         return None
     if offset + length > INT64_MAX:
-        cursor.fail(f"its root lies at offset {offset}, where no file reaches")
+        cursor.fail(f"its root lies at offset {offset}, past the end of any file")
     file = files[int(file_ids[-1])]
     return Root(heights[-1], file.path, file.base, offset, length, *statistics)
 
@@ -353,7 +353,7 @@ class Database:
         file_ids, offsets = np.zeros(count, np.int64), np.zeros(count, np.int64)
         offsets[outside] = cursor.varints(len(outside))
         if (offsets > INT64_MAX - lengths).any():
-            cursor.fail("a value lies where no file reaches")
+            cursor.fail("a value lies past the end of any file")
         if len(outside):
             used = np.flatnonzero(np.bincount(local))
             ids = np.zeros(len(files), np.int64)
@@ -401,7 +401,7 @@ class Database:
             cursor.wide_varints(count)
         cursor.finish()
         if (offsets > INT64_MAX - lengths).any():
-            cursor.fail("a child lies where no file reaches")
+            cursor.fail("a child lies past the end of any file")
         prefixes = [key[:size] for key, size in zip(keys, (common + len(node.prefix)).tolist(), strict=True)]
         paths, bases = zip(*children, strict=True)
         places = (paths, bases, offsets.tolist(), lengths.tolist())

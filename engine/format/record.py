@@ -75,7 +75,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
         else:
             text = f'{text[:-1]},"digest":"{digest}"}}'
     except RecursionError as error:
-        raise ValueError(f"the {kind} document is nested too deeply, or holds itself") from error
+        raise ValueError(f"the {kind} document is nested too deeply or contains itself") from error
     if len(text) >= DOCUMENT_LIMIT:
         raise ValueError(f"the {kind} document has {len(text)} bytes; the limit is {DOCUMENT_LIMIT}")
     return text.encode("ascii") + b"\n"

@@ -175,6 +175,6 @@ def _instance(name: str, fields: Mapping[str, Any]) -> Any:
     if instance is not None:
         return instance
     raise StateError(
-        f"a state holds a {name} with the fields {', '.join(fields)}, and the program has no such class; define or "
-        "import it before the restore, at the top of its module, or return plain dictionaries from get_state"
+        f"a state contains a {name} with the fields {', '.join(fields)}, but the program has no such class; define or "
+        "import it at module level before the restore, or return plain dictionaries from get_state"
     )

@@ -153,9 +153,9 @@ def _refuse(value: Any) -> ArrayLeaf:
     # Environments, such as those of gymnasium, have these methods.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
-            f"is an environment ({name}); leave it out, and begin an episode after a resume with a seed that follows "
-            "from the step, as in reset(seed=step); or pass an object as an extra whose get_state and set_state keep "
-            "the state of the environment"
+            f"is an environment ({name}); leave it out, and after a resume, start an episode with a seed derived from "
+            "the step, as in reset(seed=step); or pass an extra whose get_state and set_state save and restore the "
+            "state of the environment"
         )
     raise LeafProblem(f"is of type {name}; leaves are arrays, numbers, strings, bytes and None")
 

@@ -66,7 +66,7 @@ class DeviceArray:
         return DeviceArray(self.tensor[index], self.dtype)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
-        raise TypeError("elements on an accelerator were read before they were copied; this is a defect of holdfast")
+        raise TypeError("elements on an accelerator were read before they were copied; this is a bug in holdfast")
 
 
 def is_copied_later(tensor: Any) -> bool:
@@ -184,7 +184,7 @@ class PinnedMemory:
             self._limit = self.nbytes  # do not try again
             # Log only the text, because a handler that keeps records would keep the error's frames and data alive.
             text = str(error)
-            _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
+            _logger.warning("saves block for longer, because only %d bytes can be pinned: %s", self._limit, text)
             return False
         self._blocks.append(block)
         bisect.insort(self._by_address, (int(block.data_ptr()), block), key=operator.itemgetter(0))
@@ -221,7 +221,7 @@ class PinnedMemory:
                     self._start_on(device, group, arrival)
                 except RuntimeError as error:
                     _logger.warning(
-                        "%s: this save blocks for longer, as its copies could not run: %s", device, str(error)
+                        "%s: this save blocks for longer, because its copies could not run: %s", device, str(error)
                     )
                     for started in group:
                         _over(started.target, started.source).copy_(started.source.cpu())

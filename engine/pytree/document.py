@@ -204,14 +204,14 @@ def _decode_node(document: Any, name: str, names: list[str], decoded: _Keys, dep
     if label is not None and not isinstance(label, str):
         raise _damaged(name, "has a class that is not text")
     if kind == "deque" and label is not None and not (_LENGTH.fullmatch(label) and int(label) >= len(children)):
-        raise _damaged(name, f"has {len(children)} children, and at most {label!r:.80}")
+        raise _damaged(name, f"has {len(children)} children, but at most {label!r:.80}")
     keys: list[Key] | None = None
     if kind not in _MAPPINGS:
         segments = [str(index) for index in range(len(children))]
     else:
         keys, segments = _decode_keys(document.get("keys"), name, decoded)
         if len(keys) != len(children):
-            raise _damaged(name, f"has {len(keys)} keys and {len(children)} children")
+            raise _damaged(name, f"has {len(keys)} keys, but {len(children)} children")
     below = [f"{name}.{segment}" for segment in segments] if name else segments
     if children.count(None) == len(children):  # the common case
         names += below

@@ -112,8 +112,8 @@ class _Walk:
             return None
         if id(value) in self.above or depth == MAX_DEPTH:
             problem = (
-                f"containers are nested deeper than {MAX_DEPTH} levels; keep their values in one list, such as that of "
-                "jax.tree.leaves, and put them together again with jax.tree.unflatten"
+                f"containers are nested deeper than {MAX_DEPTH} levels; keep their values in one list, such as that "
+                "of jax.tree.leaves, and rebuild the containers with jax.tree.unflatten"
             )
             if id(value) in self.above:
                 above = format_path(self.above[id(value)])
@@ -174,7 +174,7 @@ def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
             if isinstance(key, str) and segments[index] in taken:
                 segments[index] = escape_first(str.__str__(key))
     if len(set(segments)) != len(segments):
-        raise KeyProblem("has two keys that are the same once they are plain str or int")
+        raise KeyProblem("has two keys that become the same plain str or int")
     return segments
 
 
@@ -205,7 +205,7 @@ def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
         raise ValueError(f"the tree has more leaves than the {len(values)} values given") from None
     left = sum(1 for _ in remaining)
     if left:
-        raise ValueError(f"the tree has {len(values) - left} leaves, {len(values)} values were given")
+        raise ValueError(f"the tree has {len(values) - left} leaves, but {len(values)} values were given")
     return tree
 
 

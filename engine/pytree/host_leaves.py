@@ -66,7 +66,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
     if dtype.kind in "biufcmMUS":
         return
     if dtype.names is not None:
-        raise LeafProblem(f"has the structured dtype {dtype}; store its fields as arrays of their own")
+        raise LeafProblem(f"has the structured dtype {dtype}; store its fields as separate arrays")
     if dtype.kind == "T":
         raise LeafProblem(f"has dtype {dtype}, whose elements vary in size; convert it with astype(str)")
     if dtype.hasobject:
@@ -90,7 +90,7 @@ def describe_numpy(value: Any) -> ArrayLeaf:
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
         # Tested last, because this makes numpy import its masked array module, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
-            raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
+            raise LeafProblem("is a masked array; store its data and its mask as separate arrays")
         value = np.asarray(value)
     check_storable(value.dtype)
     return ArrayLeaf.of(value, _ARRAY, volatile=True)

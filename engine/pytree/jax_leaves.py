@@ -210,7 +210,7 @@ class HostCopies:
     def _go_without(self, error: RuntimeError) -> None:
         if any(array.is_deleted() for array in self._arrays):
             raise error
-        _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", str(error))
+        _logger.warning("this save blocks for longer: jax could not copy to pinned memory: %s", str(error))
         self._pinned = {}
         with jax.transfer_guard("allow"):
             for array in self._arrays:
@@ -253,8 +253,8 @@ def _describe_sharding(sharding: Any) -> Details:
         mesh["devices"] = numbers
     if unreduced := getattr(sharding.spec, "unreduced", None):
         raise LeafProblem(
-            f"is not reduced over {', '.join(map(str, sorted(unreduced)))}: each device has a part of a sum. Save what "
-            "jax.reshard(array, jax.P()) returns"
+            f"is not reduced over {', '.join(map(str, sorted(unreduced)))}: each device holds part of a sum. Save the "
+            "result of jax.reshard(array, jax.P())"
         )
     spec: list[Any] = []
     for entry in getattr(sharding.spec, "partitions", sharding.spec):
@@ -292,7 +292,7 @@ def _box_of(index: Sequence[Any] | None, shape: Sequence[int]) -> Box:
 
 def _deleted(value: Any, error: RuntimeError) -> Exception:
     if value.is_deleted():
-        return LeafProblem("was deleted or donated; save the array that took its place")
+        return LeafProblem("was deleted or donated; save the array that replaced it")
     return error
 
 

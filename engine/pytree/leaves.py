@@ -58,7 +58,7 @@ def required(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise OptionError(f"{name} arrays are asked for, and {name} cannot be imported: {error}") from error
+        raise OptionError(f"{name} arrays were requested, but {name} cannot be imported: {error}") from error
 
 
 class _Framework:

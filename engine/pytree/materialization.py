@@ -124,9 +124,9 @@ def _wide(array: NDArray[Any]) -> NDArray[Any]:
 def _message(value: object, source: np.dtype[Any], dtype: np.dtype[Any]) -> str:
     if number_kind(dtype) in {"int", "bool"}:
         need = "whole numbers in its range" if number_kind(dtype) == "int" else "0 and 1"
-        advice = f"it holds {need} only; ask for a dtype that can hold the value, or round and clip the values before"
+        advice = f"it holds only {need}; ask for a dtype that can hold the value, or round and clip the values first"
     else:
-        advice = "it holds no such number; ask for a dtype of a larger range, or clip the values before"
+        advice = "it has no such value; ask for a dtype with a larger range, or clip the values first"
     kind = "an int" if source.hasobject else source
     return f"expected values that {dtype} can hold, found {value!s} ({kind}): {advice}"
 
@@ -245,7 +245,7 @@ def materialize(
         except _Inexact as error:
             differences.append(str(error))
     if differences:
-        raise TreeMismatchError("these leaves cannot be loaded exactly as asked:", differences)
+        raise TreeMismatchError("these leaves cannot be loaded exactly as requested:", differences)
     if for_jax:
         for index, value in zip(for_jax, jax_leaves.put(list(for_jax.values())), strict=True):
             results[index] = value
@@ -273,7 +273,7 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
         return decode_bytes(leaf.kind, array, name)
     if leaf.kind == NUMBERS:
         return unpack_numbers(leaf.details, array, name)
-    raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of the unknown kind {leaf.kind!r:.80}")
+    raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of unknown kind {leaf.kind!r:.80}")
 
 
 def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name: str) -> Any:
@@ -307,7 +307,7 @@ def _part(
     try:
         cut = partition(template, leaf)
     except ValueError as error:
-        raise _Inexact(f"{format_path(template.name)}: {template} cannot be spread as asked: {error}") from error
+        raise _Inexact(f"{format_path(template.name)}: {template} cannot be split as requested: {error}") from error
     if cut is None or array is None:
         return None
     return cut, [array[box.within(whole(array.shape))].copy() for box in cut.stored]

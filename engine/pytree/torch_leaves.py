@@ -89,7 +89,7 @@ class TorchDescriber:
         if share is not None:
             local = array.shape[: len(shape)]
             if local != share.shape:
-                raise LeafProblem(f"is a DTensor whose own part has shape {local}; its placements give {share.shape}")
+                raise LeafProblem(f"is a DTensor whose local part has shape {local}; its placements give {share.shape}")
             pieces = [Piece(box.start, array[index]) for box, index in share.boxes]
         if encoding.paired:
             shape, parts = (*shape, 2), tuple([part.with_axis(2) for part in parts])
@@ -157,12 +157,10 @@ def _check(value: Any) -> None:
     if value.is_nested:
         raise LeafProblem("is a nested tensor; store value.unbind()")
     if value.is_meta:
-        raise LeafProblem("is on the meta device, it has no values")
+        raise LeafProblem("is on the meta device and has no values")
     name = type(value).__name__
     if name == "ShardedTensor":
-        raise LeafProblem(
-            "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
-        )
+        raise LeafProblem("is a ShardedTensor; use DTensors instead: use FSDP2, or pass a device mesh to FSDP")
     if name.startswith("Uninitialized"):
         raise LeafProblem("is not initialized yet; run the module once")
 
@@ -550,8 +548,8 @@ def _division(placement: Any, ndim: int) -> Division:
         axis = int(placement.dim)
         return Division(axis % ndim if ndim else axis, int(getattr(placement, "split_factor", 1)))
     if placement.is_partial():
-        raise LeafProblem(f"is a DTensor with {placement!r}, not summed up yet; redistribute it to Shard or Replicate")
-    raise LeafProblem(f"is a DTensor with the placement {placement!r}, which is not known here; redistribute it")
+        raise LeafProblem(f"is a DTensor with {placement!r}, not reduced yet; redistribute it to Shard or Replicate")
+    raise LeafProblem(f"is a DTensor with the placement {placement!r}, which holdfast does not know; redistribute it")
 
 
 def _mesh(mesh: Any) -> Mesh:

@@ -245,7 +245,7 @@ class _Planner:
         match = self.rules.find(path)
         if value is None:
             if match is not None and match.rule.key == path and not match.rule.transform.use_fallback:
-                self._problem(path, "expected a place for a value, found None, which stays; write ... instead", match)
+                self._problem(path, "expected a leaf to fill, found None, which stays None; write ... instead", match)
             return None
         if match is None:
             if self._default_to_original and self._is_there(path, value):
@@ -277,7 +277,7 @@ class _Planner:
 
     def _kept(self, path: str, value: Any, why: str, match: _Match | None = None) -> Origin:
         if value is ...:
-            self._problem(path, f"expected a value, found only a placeholder in the new tree, and {why}", match)
+            self._problem(path, f"expected a value, found only a placeholder in the new tree, but {why}", match)
         return None
 
     def _taken(self, path: str, source: str, value: Any, match: _Match | None) -> Origin:
@@ -286,7 +286,7 @@ class _Planner:
         if part is None:
             why = "not in the original tree" if source == path else f"{source!r} is not in the original tree"
             if function is not None and source == path:
-                why += "; value_fn is given the value at this key: add original_key=, or use multi_value_fn"
+                why += "; value_fn receives the value at this key: add original_key=, or use multi_value_fn"
             self._problem(path, f"expected a value, {why}", match)
             return None
         start, stop, container = part
@@ -294,7 +294,7 @@ class _Planner:
             self._problem(
                 path,
                 f"expected one value, found a container of {stop - start} leaves at {source or '(root)'!r} in the "
-                "original tree; write ... in the new tree to take it as it is",
+                "original tree; write ... in the new tree to take it as is",
                 match,
             )
         elif value is not ... and container is None and self._empty[start]:
@@ -329,8 +329,8 @@ def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator
 def _check_leaf(result: Any, path: str, placeholder: bool, function: str) -> None:
     if not placeholder and flatten(result).structure is not None:
         raise TreeMismatchError(
-            f"{function} of the transformation for {path or '(root)'} returned a {type(result).__name__}: expected one "
-            "value, as the new tree has a leaf there; write ... in the new tree to take what is returned as it is"
+            f"{function} of the transformation for {path or '(root)'} returned a {type(result).__name__}: expected "
+            "one value, because the new tree has a leaf there; write ... in the new tree to take the result as is"
         )
 
 

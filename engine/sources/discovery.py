@@ -86,7 +86,7 @@ class FoundSteps(NamedTuple):
         entries = [entry for entry in self.entries if entry.step == step]
         if len(entries) > 1:
             raise OptionError(
-                f"{entries[0].location.parent}: step {step} is there more than once "
+                f"{entries[0].location.parent}: step {step} exists more than once "
                 f"({shortened(entry.location.name for entry in entries)}); give the path of one of them"
             )
         return entries[0] if entries else None
@@ -125,7 +125,7 @@ _FORMATS: tuple[_Entry, ...] = (
 def recognise(location: Location) -> CheckpointSource | None:
     """Open another library's checkpoint or return None, but raise an error for a part of a holdfast checkpoint."""
     if _is_our_archive(location):
-        whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
+        whole = _part_of(location) or "it is part of one, in a zip file; load the checkpoint that it belongs to"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
     names = frozenset(entry.name for entry in (location.entries() if location.is_directory() else ()))
     for entry in _FORMATS:
@@ -157,7 +157,7 @@ def find_steps(location: Location) -> FoundSteps:
     """Return the steps that holdfast wrote to a directory or, if there are none, those of another library."""
     if location.exists() and not location.is_directory():
         with location.open_data() as file:
-            content = left_by_download(file) or "a file of no supported format; checkpoints are directories"
+            content = left_by_download(file) or "a file in no supported format; checkpoints are directories"
         raise CheckpointNotFoundError(f"{location}: this is {content}")
     entries = list_steps(location)
     if entries:
@@ -178,9 +178,9 @@ def left_by_download(file: DataReader) -> str:
     if not content:
         return "an empty file"
     if content.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS in place of the file: fetch that with `git lfs pull`"
+        return "a Git LFS pointer instead of the file: fetch the file with `git lfs pull`"
     if content.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        return "a page of HTML, such as one about an error or a login: download the file again"
+        return "an HTML page, such as an error or login page: download the file again"
     return ""
 
 
@@ -203,8 +203,8 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     number = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
     if all_steps.is_native:
         raise CheckpointExistsError(
-            f"{location} holds {number} of another name, the newest {newest.location.name}; a run that saves "
-            f"{series}<step> would not resume from them, and start from 0 beside them. Go on from them with "
+            f"{location} holds {number} with another name, the newest {newest.location.name}; a run that saves "
+            f"{series}<step> would not resume from them, but start from 0 next to them. Continue from them with "
             f"{_prefix_option(newest.series)}, or choose another directory (init_from={str(location)!r} of a callback "
             "takes their weights)"
         )
@@ -212,12 +212,12 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
         f"{location} holds {number} of {all_steps.format}, the newest {newest.location.name} of step {newest.step}"
     )
     if begun and not newest.location.is_directory():
-        _logger.warning("%s, and none of this run, which does not resume from them", content)
+        _logger.warning("%s, but none of this run, which does not resume from them", content)
         return True
     raise CheckpointExistsError(
-        f"{content}; a run here would not resume from them, and start from 0 beside them. To resume from them, convert "
-        f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "
-        f"another run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
+        f"{content}; a run here would not resume from them, but start from 0 next to them. To resume from them, "
+        f"convert them with `holdfast import {location} NEW` (hf.import_checkpoint) and use NEW as the directory; to "
+        f"start a new run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
     )
 
 
@@ -237,7 +237,7 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
     if recorded != step:
         which = "a checkpoint without a number" if recorded is None else f"the checkpoint of step {recorded}"
         raise CheckpointNotFoundError(
-            f"{location}: this is {which}, not of step {step}: leave the step out, or give the directory of the run"
+            f"{location}: this is {which}, not of step {step}: leave out the step, or give the directory of the run"
         )
     return location
 
@@ -263,7 +263,7 @@ def _part_of(location: Location) -> str:
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():
-            return f"it is a part of the checkpoint {checkpoint}; load that, with item={item!r} for this part"
+            return f"it is part of the checkpoint {checkpoint}; load that with item={item!r} to get this part"
         item = f"{checkpoint.name.partition('.')[0]}/{item}"
     return ""
 

@@ -90,9 +90,9 @@ def refuse_leaves(source: TreeSource, target: str, problems: Sequence[str]) -> N
 def check_destination(destination: Location, *, overwrite: bool) -> None:
     """Raise CheckpointExistsError if the destination is a directory, or an existing file without ``overwrite``."""
     if destination.is_directory():
-        raise CheckpointExistsError(f"{destination} is a directory; give the name of a file, which may lie in it")
+        raise CheckpointExistsError(f"{destination} is a directory; give the name of a file, which may be inside it")
     if destination.exists() and not overwrite:
-        raise CheckpointExistsError(f"{destination} exists already; choose another name, or pass overwrite=True")
+        raise CheckpointExistsError(f"{destination} already exists; choose another name, or pass overwrite=True")
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def _merged(patterns: Sequence[str], trees: Sequence[TreeSource]) -> MergedTree:
 def _joined(tree: Any, other: Any, path: str) -> Any:
     if not (isinstance(tree, dict) and isinstance(other, dict)):
         raise OptionError(
-            f"{path.rstrip('/') or '(root)'}: two checkpoints have it, and not both as containers with keys"
+            f"{path.rstrip('/') or '(root)'}: two checkpoints have it, but not both as containers with keys"
         )
     new = {key: _joined(tree[key], value, f"{path}{key}/") if key in tree else value for key, value in other.items()}
     return {**tree, **new}

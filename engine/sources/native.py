@@ -65,7 +65,7 @@ class NativeCheckpoint(CheckpointSource):
     def value(self, item: str) -> Any:
         if self.parts[item].kind != JSON:
             raise OptionError(
-                f"{self.location}: item {item!r} was written by a handler of your own; restore it with that handler "
+                f"{self.location}: item {item!r} was written by a custom handler; restore it with that handler "
                 "(Checkpointer(handler).restore, or a CheckpointManager)"
             )
         from ..handlers import JsonCheckpointHandler

@@ -110,8 +110,8 @@ class _OpenTree:
         """Return the checkpoint and its tree; if closed, raise an error saying that the leaf cannot be ``action``."""
         if self._reads is None:
             raise StateError(
-                f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "
-                f"{'read' if action == 'read' else 'pickle it'} inside of the with block, or open it again"
+                f"{self.address.location}: {format_path(leaf.name)} cannot be {action}: the checkpoint is closed; "
+                f"{'read' if action == 'read' else 'pickle it'} inside the with block, or open it again"
             )
         return self._reads
 
@@ -139,12 +139,12 @@ def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
     """Return the error for a handle whose checkpoint was replaced by a checkpoint in ``new_format``."""
     if new_format == NATIVE:
         return CheckpointNotFoundError(
-            f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, "
-            "and pin a step that must stay (holdfast pin)"
+            f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, and pin "
+            "steps that must be kept (holdfast pin)"
         )
     return CheckpointNotFoundError(
-        f"{location}: another program has replaced this checkpoint since it was opened, or written to its files; "
-        f"open it again; of one that must stay, make a copy first (`holdfast import` reads {new_format})"
+        f"{location}: since it was opened, another program has replaced this checkpoint or written to its files; open "
+        f"it again; to keep it unchanged, make a copy first (`holdfast import` reads {new_format})"
     )
 
 
@@ -182,7 +182,7 @@ def _reopened(address: _Address) -> _OpenTree:
     except CheckpointNotFoundError as error:
         if location.is_local or location.is_remote:
             raise
-        raise CheckpointNotFoundError(f"{error}; the memory of a process is not there in another one") from error
+        raise CheckpointNotFoundError(f"{error}; a process cannot access the memory of another one") from error
     if address.is_stable and opened.address != address:
         raise _replaced(location, opened.format)
     return opened
@@ -247,8 +247,8 @@ class ArrayHandle:
             pickle.dumps(self._address.location)
         except Exception as error:
             raise StateError(
-                f"{self._address.location}: {self.path} cannot be pickled, as the file system that was passed cannot "
-                f"({error}); open the checkpoint by a URL"
+                f"{self._address.location}: {self.path} cannot be pickled, because its file system cannot be "
+                f"({error}); open the checkpoint by its URL"
             ) from error
         return type(self), (self._leaf, self._address, None, self.chunks)
 
@@ -287,7 +287,7 @@ class ArrayHandle:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError(f"{self.path} has no axes, and so no length")
+            raise TypeError(f"{self.path} has no axes, so it has no length")
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -400,8 +400,8 @@ def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, A
             continue
         if not is_array(leaf):
             raise OptionError(
-                f"{source.location}: {format_path(leaf.name)}, which select={pattern!r} names, is no array that an "
-                f"index can select from, but of kind {leaf.saved.kind}; select it with the index ..."
+                f"{source.location}: {format_path(leaf.name)}, which select={pattern!r} matches, is of kind "
+                f"{leaf.saved.kind}, not an array that can be indexed; select it with the index ..."
             )
         indexes[leaf.name] = index
     indexed = [leaf for leaf in tree.leaves if leaf.name in indexes]

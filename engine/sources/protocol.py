@@ -54,7 +54,7 @@ class CheckpointSource(Protocol):
 
     def value(self, item: str) -> Any:
         """Read an item that is not a tree; if it is unreadable, raise an error that names the file."""
-        raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
+        raise OptionError(f"{self.location}: item {item!r} cannot be read as a value")
 
     def files(self, item: str) -> Mapping[str, FileRecord] | None:
         """Return the files of an item, keyed by path in its folder, or None if the format does not record them."""

@@ -60,7 +60,7 @@ def nested(
             if not isinstance(branch, _Branch):
                 raise DamagedCheckpointError(f"{list(path)} leads through a leaf")
         if path[-1] in branch:
-            raise DamagedCheckpointError(f"{list(path)} is there twice")
+            raise DamagedCheckpointError(f"{list(path)} occurs twice")
         branch[path[-1]] = value
     if root_is_dict:
         return {key: _with_lists(child, number) for key, child in root.items()}
@@ -80,7 +80,7 @@ def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
-        raise DamagedCheckpointError("a leaf is the whole tree, and there are other leaves")
+        raise DamagedCheckpointError("a leaf is the whole tree, but there are other leaves")
     flat = flatten(nested(inside) if inside else root)
     return TreeDocument(flat.structure), flat.values
 
@@ -330,7 +330,7 @@ class StoredTree(OtherTree):
         self._bytes_read = 0
         claimed = sum(value.nbytes for value in values.values() if isinstance(value, StoredArray))
         if claimed > _AMPLIFICATION * nbytes + _SMALL:
-            raise DamagedCheckpointError(f"{location}: its arrays claim {claimed} bytes, its files have {nbytes}")
+            raise DamagedCheckpointError(f"{location}: its arrays claim {claimed} bytes, but its files have {nbytes}")
 
     @classmethod
     def of(cls, location: Location, tree: Any, nbytes: int, **more: Any) -> Self:
@@ -347,7 +347,7 @@ class StoredTree(OtherTree):
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         if self.left_out and len(leaves) == len(self.leaves):
-            _logger.warning("%s: left out, as they are not data: %s", self.location, ", ".join(self.left_out))
+            _logger.warning("%s: left out because they are not data: %s", self.location, ", ".join(self.left_out))
         return super().read_leaves(leaves)
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:

@@ -179,7 +179,7 @@ class CloudBackend(ObjectStoreBackend):
     def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any], Awaitable[T]]) -> T:
         """Request a byte range of an object; raise an error if the service is known not to support ranges."""
         if "range" in self._lacks:
-            raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
+            raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: ranges are not supported")
         try:
             return self._ask(key, "read", read, stop - start)
         except DamagedCheckpointError as error:
@@ -312,7 +312,7 @@ class CloudBackend(ObjectStoreBackend):
             if isinstance(error, StoragePermissionError) or re.search("status: (405|501)", str(error)):
                 self._lacks.add("copy")
         if not self.can_share():
-            _logger.info("%s: the service does not copy objects", self._root)
+            _logger.info("%s: the service cannot copy objects", self._root)
         return False
 
     # ---- conditions
@@ -330,7 +330,7 @@ class CloudBackend(ObjectStoreBackend):
                     raise
                 honoured = False
             if not honoured:
-                _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
+                _logger.info("%s: no conditional writes, so two saves to one path are not kept apart", self._root)
             _conditional[self._address] = honoured
         return _conditional.get(self._address, False)
 

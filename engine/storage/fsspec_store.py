@@ -77,19 +77,19 @@ def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
         if scheme in _given:
             return _given[scheme]
         raise InvalidLocationError(
-            f"{shown!r} names a file system object that this process has not been given: pass it, as "
-            "as_location(path, filesystem=...)"
+            f"{shown!r} names a file system object that this process does not have: pass it, as in as_location(path, "
+            "filesystem=...)"
         )
     unknown = f"{shown!r} has an unknown scheme, {scheme!r}"
     if _WRAPPERS.fullmatch(scheme):
         raise UnknownSchemeError(unknown)
     if importlib.util.find_spec("fsspec") is None:
-        raise UnknownSchemeError(f"{unknown}, for which fsspec is needed ({install_command('fsspec')})")
+        raise UnknownSchemeError(f"{unknown}, which needs fsspec ({install_command('fsspec')})")
     import fsspec
 
     if ":" in authority.rpartition("@")[0]:
         raise InvalidLocationError(
-            f"{shown!r} holds a password; write it into a file of fsspec's configuration, ~/.config/fsspec/*.json, or "
+            f"{shown!r} contains a password; write it to a configuration file of fsspec, ~/.config/fsspec/*.json, or "
             "pass a file system: as_location(path, filesystem=...)"
         )
     try:
@@ -137,12 +137,12 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
         wrapped, protocol = filesystem, names if isinstance(names, str) else names[0]
     else:
         raise OptionError(
-            f"filesystem={cls.__module__}.{cls.__qualname__} is neither a file system of fsspec nor one of pyarrow"
+            f"filesystem={cls.__module__}.{cls.__qualname__} is neither an fsspec nor a pyarrow file system"
         )
     inner = str(wrapped._strip_protocol(path))
     key = "/".join(part for part in inner.split("/") if part)
     if any(part in (".", "..") for part in key.split("/")):
-        raise InvalidLocationError(f"{hidden_address(path)!r} holds '.' or '..', which is not resolved there")
+        raise InvalidLocationError(f"{hidden_address(path)!r} contains '.' or '..', which are not resolved there")
     prefix = "/" if inner.startswith("/") else ""
     with _given_lock:
         name, description = _names_of(filesystem, prefix)
@@ -200,7 +200,7 @@ def _of_this_process(filesystem: Any) -> Any:
         return filesystem
     if _is_arrow(filesystem):
         raise StorageError(
-            "this process was forked from one that had used a file system of pyarrow, which does not work in both; "
+            "this process was forked from one that had used a pyarrow file system, which does not work in both; "
             "start processes with the method 'spawn' or 'forkserver' of multiprocessing"
         )
     return type(filesystem)(*filesystem.storage_args, **{**filesystem.storage_options, **_UNCACHED})
@@ -230,13 +230,13 @@ class FsspecBackend(ObjectStoreBackend):
         self._connecting = Lock()
         in_one_step = self._whole or self._replaces
         risks = {  # whether the file system avoids each risk
-            "two saves to one path at the same time are not kept apart": False,
+            "concurrent saves to one path are not kept apart": False,
             "what was written may be lost if the machines that keep it lose power": self._whole,
-            "a crash may leave half of a commit record, and readers may see one": self._whole or self._renames,
+            "a crash may leave half a commit record, and readers may see it": self._whole or self._renames,
             "a crash while a checkpoint is replaced may leave neither the old nor the new one": in_one_step,
         }
         missing = "; ".join(risk for risk, is_avoided in risks.items() if not is_avoided)
-        _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, missing)
+        _logger.warning("%s is reached through fsspec (%s), which promises less: %s", root, protocol, missing)
 
     def object_size(self, key: str) -> int:
         info = self._do(key, "access", lambda fs, path: fs.info(path))
@@ -301,7 +301,7 @@ class FsspecBackend(ObjectStoreBackend):
         if stored != size:
             self.remove(key)
             raise StorageError(
-                f"cannot write {self.url(key)}: {size} bytes were sent, and {stored} are there; try again"
+                f"cannot write {self.url(key)}: {size} bytes were sent, but {stored} were stored; try again"
             )
 
     def remove(self, key: str) -> None:

@@ -109,7 +109,7 @@ class LocalBackend:
             descriptor, size = _open_regular(key, _open)
             with open(descriptor, "rb", buffering=0) as file:
                 if limit is not None and size > limit:
-                    raise DamagedCheckpointError(f"{key} has {size} bytes, more than the {limit} it may have")
+                    raise DamagedCheckpointError(f"{key} has {size} bytes; the limit is {limit}")
                 return file.readall()
 
     def has_size(self, key: str, size: int) -> bool:
@@ -552,6 +552,4 @@ def _remove(path: str) -> None:
         except FileNotFoundError:
             if not os.path.lexists(path):
                 return
-    raise OSError(
-        errno.EIO, f"the file system lists it, and has answered {_REMOVALS} times that it does not exist", path
-    )
+    raise OSError(errno.EIO, f"the file system lists it, but reported {_REMOVALS} times that it does not exist", path)

@@ -93,12 +93,12 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
     for mark in "?#|":
         if mark in rest:
-            raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
+            raise InvalidLocationError(f"{shown!r} contains {mark!r}; write %{ord(mark):02X} if it is part of the name")
     from urllib.parse import unquote  # imported lazily because local paths do not need it
 
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
-        raise InvalidLocationError(f"{shown!r} holds a NUL character")
+        raise InvalidLocationError(f"{shown!r} contains a NUL character")
     if scheme == "file":
         if not path.startswith("/"):
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
@@ -106,7 +106,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     backend, path = _opened(_SYNONYMS.get(scheme, scheme), path, shown)
     segments = [segment for segment in path.split("/") if segment]
     if not {".", ".."}.isdisjoint(segments):
-        raise InvalidLocationError(f"{shown!r} holds '.' or '..', which object stores do not resolve")
+        raise InvalidLocationError(f"{shown!r} contains '.' or '..', which object stores do not resolve")
     return Location(backend, "/".join(segments))
 
 
@@ -114,7 +114,7 @@ def _checked_path(text: str) -> str:
     """Return ``text`` if it is a local path; raise InvalidLocationError for a broken URL or a Windows path."""
     if _CHAIN.match(text):
         raise InvalidLocationError(
-            f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
+            f"{hidden_address(text)!r} chains fsspec file systems, which an address cannot express here; pass the "
             "file system: as_location(path, filesystem=...)"
         )
     if match := _COLLAPSED.match(text):
@@ -124,7 +124,7 @@ def _checked_path(text: str) -> str:
         raise InvalidLocationError(f"{shown!r} looks like a URL that {lost}: {hidden_address(url)!r}")
     if _WINDOWS.match(text):
         there = f"/mnt/{text[0].lower()}/" + text[2:].replace("\\", "/").lstrip("/")
-        raise InvalidLocationError(f"{text!r} is a path of Windows; in WSL it is {there!r}")
+        raise InvalidLocationError(f"{text!r} is a Windows path; in WSL it is {there!r}")
     if _NO_MARK.match(text) and not os.path.isdir(text.partition("/")[0]):
         url = hidden_address(text.replace("/", "://", 1))
         folder = url.replace("://", "/", 1)
@@ -142,7 +142,7 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
     if scheme in ("s3", "gs"):
         if "@" in authority or (":" in authority and "@" in inside):  # a password may contain slashes
             raise InvalidLocationError(
-                f"{shown!r} holds a user or a password; credentials come from the environment, and the address is "
+                f"{shown!r} contains a user or a password; credentials come from the environment, and the address is "
                 f"{scheme}://bucket/name"
             )
         if not authority:
@@ -264,13 +264,13 @@ class Location:
 
     def __fspath__(self) -> str:
         if not self.is_local:
-            raise TypeError(f"{self.url} is not a path of this machine; use its methods, or copy it to a disk first")
+            raise TypeError(f"{self.url} is not a path on this machine; use its methods, or copy it to a disk first")
         return self._key
 
     def __truediv__(self, name: str) -> Location:
         """Return a location below this one."""
         if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise InvalidLocationError(f"{name!r} is not a name that can lie inside {self.url}")
+            raise InvalidLocationError(f"{name!r} is not a valid name inside {self.url}")
         separator = "" if not self._key or self._key.endswith("/") else "/"
         return Location(self._backend, f"{self._key}{separator}{name}")
 
@@ -427,8 +427,8 @@ class Location:
         """Raise InvalidLocationError if this is a symbolic link, because a write would modify its target."""
         if self.is_link():
             raise InvalidLocationError(
-                f"{self}: this is a symbolic link to {os.path.realpath(self._key)}, which is read and never changed "
-                "from here; change it at its own place, or put a copy (holdfast cp) in the place of the link"
+                f"{self}: this is a symbolic link to {os.path.realpath(self._key)}, which can be read but not changed "
+                "through the link; change it at its own path, or replace the link with a copy (holdfast cp)"
             )
 
     def has_size(self, size: int) -> bool:
@@ -508,7 +508,7 @@ class Location:
             The new location.
         """
         if "/" in name:
-            raise InvalidLocationError(f"{name!r} is not a name beside {self.url}: it holds a slash")
+            raise InvalidLocationError(f"{name!r} is not a name next to {self.url}: it contains a slash")
         target = self.parent / name
         self._writing().rename(self._key, target._key)
         return target
@@ -624,7 +624,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
             raise ValueError(f"the segment at offset {segment.offset} begins before offset {end}, where the last ends")
         end = segment.offset + segment.size
     if end > size:
-        raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
+        raise ValueError(f"the last segment ends at {end}, past the end of the file ({size})")
 
 
 # ---- objects that programs open as files: they are downloaded when opened, and uploaded when closed
@@ -650,7 +650,7 @@ def _open_object(location: Location, mode: str, **text: Any) -> IO[Any]:
     """Open an object like a file; ``text`` holds the keyword arguments for text mode."""
     action = "".join(sorted(mode)).replace("t", "", 1).replace("b", "", 1)
     if action not in ("r", "w", "x", "a"):
-        raise OptionError(f"{location}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
+        raise OptionError(f"{location}: mode={mode!r} opens no object in a store: read it (r), or write it (w, x, a)")
     exists = action in "xa" and location.is_there()
     if action == "x" and exists:
         raise FileExistsError(f"{location} exists")

@@ -161,8 +161,8 @@ class SaveLock(FileLock):
             return False
         except StoragePermissionError as error:
             refusal = StoragePermissionError(
-                f"{self._file.parent}: the marker of another save ({self._file.name}) cannot be opened, so whether "
-                f"that save is alive is unknown ({error}). Remove what it left as its owner, or save to another path"
+                f"{self._file.parent}: the marker of another save ({self._file.name}) cannot be opened, so it is "
+                f"unknown whether that save is alive ({error}). Remove its files as their owner, or use another path"
             )
             refusal.errno = error.errno
             raise refusal from error
@@ -175,8 +175,8 @@ class SaveLock(FileLock):
     def conflict(self) -> StorageConflictError:
         """Return the error to raise when another save to the same path is in progress."""
         return StorageConflictError(
-            f"{self._file.parent}: another save to the same path has begun; only one at a time can be committed. "
-            "Wait for it to end; if this is a program of several processes, connect them before they save"
+            f"{self._file.parent}: another save to the same path has begun; only one at a time can be committed. Wait "
+            "for it to end; if the program has several processes, connect them before they save"
         )
 
     def _acquire(self, flags: int) -> bool:

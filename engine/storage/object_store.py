@@ -113,7 +113,7 @@ class ObjectStoreBackend:
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         """Write an object, replacing any existing one; the write is atomic and durable if the service supports it."""
-        raise StorageError(f"{self.url(key)} is only read")
+        raise StorageError(f"{self.url(key)} is read-only")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         # The stream is allocated at its final length, so that it can return its bytes without a copy.
@@ -123,7 +123,7 @@ class ObjectStoreBackend:
         self.write_bytes(key, stream.getvalue(), atomic=True)
 
     def remove(self, key: str) -> None:
-        raise StorageError(f"{self.url(key)} is only read")
+        raise StorageError(f"{self.url(key)} is read-only")
 
     def remove_together(self, names: Sequence[str]) -> bool:
         """Delete up to 1,000 objects with one request; return False if they must be deleted one by one."""
@@ -225,7 +225,7 @@ class ObjectStoreBackend:
                 if is_known or len(content) <= part:
                     return content
         if limit is not None and self.object_size(key) > limit:
-            raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
+            raise DamagedCheckpointError(f"{self.url(key)} is longer than the limit of {limit} bytes")
         return self.read_range(key, None)
 
     def has_size(self, key: str, size: int) -> bool:

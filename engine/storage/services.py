@@ -165,8 +165,8 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
     profile = chosen_profile()
     if "mfa_serial" in _aws_profile():
         raise StoragePermissionError(
-            f"the profile {profile!r} of ~/.aws logs in by a code of a device (mfa_serial), for which holdfast does "
-            'not wait: put temporary credentials into the environment, as `eval "$(aws configure export-credentials '
+            f"the profile {profile!r} of ~/.aws logs in with a code from a device (mfa_serial), which holdfast does "
+            'not ask for: put temporary credentials in the environment, as `eval "$(aws configure export-credentials '
             f'--profile {shlex.quote(profile)} --format env)"` does, or choose another profile with AWS_PROFILE'
         )
     provider: Boto3CredentialProvider | None = None
@@ -257,8 +257,8 @@ class Google(CloudBackend):
     def advice(self, kind: type[HoldfastError]) -> str:
         shown = f"{hidden_address(self._address)}, the value of TENSORSTORE_GCS_HTTP_URL"
         source = (
-            "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that "
-            "`gcloud auth application-default login` makes"
+            "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that `gcloud auth "
+            "application-default login` creates"
         )
         return _advice(kind, f"asked {shown if self._address else 'storage.googleapis.com'}", source, self._bucket)
 
@@ -267,7 +267,7 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
     if issubclass(kind, StoragePermissionError):
         return f" ({asked}, with {source}; they must allow listing, reading, writing and deleting objects)"
     if issubclass(kind, ObjectNotFoundError):
-        return f" ({asked}; is there a bucket {bucket!r}? Create it first)"
+        return f" ({asked}; does the bucket {bucket!r} exist? Create it first)"
     return f" ({asked})" if issubclass(kind, StorageUnavailableError) else ""
 
 
@@ -313,7 +313,7 @@ class Azure(CloudBackend):
                 "others that docs/object_stores.md names; they must allow listing, reading, writing and deleting blobs)"
             )
         if issubclass(kind, ObjectNotFoundError):
-            return " (is there such a container? Create it first)"
+            return " (does the container exist? Create it first)"
         return ""
 
 

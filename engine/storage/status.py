@@ -220,7 +220,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
     """Return an error with the message "cannot ``action`` ``path``: ``reason``", plus advice and without secrets."""
     advice = next((_ADVICE[base] for base in cls.__mro__ if base in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
-        advice = "set the clock of this machine, which differs from that of the service by more than minutes"
+        advice = "set the clock of this machine, which is many minutes off from that of the service"
     return cls(without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else ""))
 
 
@@ -228,8 +228,8 @@ def check_header(service: str, name: str, value: str) -> None:
     """Raise StoragePermissionError if a value is invalid in an HTTP header, which makes clients abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
-            f"cannot reach {service}: the value of {name} holds a character that no header can have, perhaps a line "
-            "break at its end; set it again without"
+            f"cannot reach {service}: the value of {name} contains a character that a header cannot have, perhaps a "
+            "line break at its end; set it again without it"
         )
 
 

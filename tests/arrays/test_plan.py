@@ -391,8 +391,8 @@ WRONG: dict[str, tuple[tuple[Part, ...], str]] = {
     "overlap": ((Part((0,), (6,), (0,)), Part((4,), (6,), (1,))), "exactly once"),
     "overlap_and_hole": ((Part((0,), (5,), (0,)), Part((0,), (5,), (1,))), "exactly once"),
     "beyond": ((Part((0,), (5,), (0,)), Part((6,), (5,), (1,))), "exactly once"),
-    "no holder": ((Part((0,), (10,), ()),), r"held by the processes \[\], expected some of 0 to 1"),
-    "unknown process": ((Part((0,), (10,), (0, 2)),), r"held by the processes \[0, 2\], expected some of 0 to 1"),
+    "no holder": ((Part((0,), (10,), ()),), r"held by processes \[\], expected only processes 0 to 1"),
+    "unknown process": ((Part((0,), (10,), (0, 2)),), r"held by processes \[0, 2\], expected only processes 0 to 1"),
 }
 
 

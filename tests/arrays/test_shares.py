@@ -329,7 +329,7 @@ def test_a_process_that_saves_another_tree(name: str, place: str, shares: Any) -
     member = ProcessInfo(2, 3, "a token")
     other = TreeWriter(held(TREE | changes, rows(3), 2), LAYOUT).write(as_location(place), member)
     found = merge_error(place, writer, [*fragments[:2], other])
-    assert "process 2 saves another tree than process 0" in found
+    assert "process 2 saves a different tree from process 0" in found
     assert re.search(message, found)
     assert len(found.splitlines()) == 2
 

@@ -235,10 +235,10 @@ def test_where_there_is_nothing(place: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"something else", "a file of no supported format; checkpoints are directories"),
+        (b"something else", "a file in no supported format; checkpoints are directories"),
         (b"", "an empty file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "a pointer of Git LFS"),
-        (b"<!DOCTYPE html>\n<html><head><title>404</title></head></html>", "a page of HTML"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html>\n<html><head><title>404</title></head></html>", "an HTML page"),
     ],
 )
 def test_a_file_is_no_checkpoint(tmp_path: Path, content: bytes, said: str) -> None:
@@ -252,7 +252,7 @@ def test_a_file_is_no_checkpoint(tmp_path: Path, content: bytes, said: str) -> N
 def test_a_pointer_of_git_lfs_is_named_in_place_of_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(hf.DamagedCheckpointError, match="it is a pointer of Git LFS in place of the file"):
+        with pytest.raises(hf.DamagedCheckpointError, match="it is a Git LFS pointer instead of the file"):
             hf.load(path)
 
 

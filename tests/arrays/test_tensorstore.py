@@ -109,7 +109,7 @@ def test_the_data_of_a_bare_array_lies_at_the_root(place: str, assert_same: Same
 def test_a_part_of_a_checkpoint_is_no_checkpoint(place: str) -> None:
     """Its arrays alone would lack the text."""
     hf.save(place, {"a": [np.arange(3), "text"], "b.c": np.ones((2, 2))})
-    with pytest.raises(hf.CheckpointNotFoundError, match=r"part of the checkpoint .*; load that, with item='state'"):
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"part of the checkpoint .*; load that with item='state'"):
         hf.load(f"{place}/state")
 
 

@@ -173,7 +173,7 @@ def test_a_zip_file_alone_is_no_checkpoint(tmp_path: Path) -> None:
     for path, said in {
         "one/state.zip": r"part of the checkpoint .*one; .*item='state'",
         "shares/state/0.zip": r"part of the checkpoint .*shares; .*item='state/0'",
-        "stray.zip": "part of one, in a zip file; load the checkpoint that it was a part of",
+        "stray.zip": "part of one, in a zip file; load the checkpoint that it belongs to",
     }.items():
         for read in (hf.load, hf.describe, hf.verify):
             with pytest.raises(hf.CheckpointNotFoundError, match=said):

@@ -85,7 +85,7 @@ def test_a_handler_of_ones_own(tmp_path: Path) -> None:
     assert checkpointer.restore(tmp_path / "other", suffix=".md") == dict(sorted(TEXTS.items()))
     record = json.loads((tmp_path / "texts" / "checkpoint.json").read_text())
     assert sorted(record["items"]["state"]["files"]) == ["deep/er/letter.txt", "empty.txt", "poem.txt"]
-    with pytest.raises(hf.errors.OptionError, match="handler of your own"):
+    with pytest.raises(hf.errors.OptionError, match="a custom handler"):
         hf.load(tmp_path / "texts")
 
 

@@ -242,7 +242,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
         patch.setattr(os, "open", refuse_markers)
         first.leave()
         with pytest.raises(
-            hf.errors.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"
+            hf.errors.StoragePermissionError, match=r"it is unknown whether that save is alive .*another path"
         ):
             begin(place)
         (tmp_path / "run").mkdir()
@@ -250,7 +250,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
         with caplog.at_level("WARNING", "holdfast"), hf.CheckpointManager(tmp_path / "run") as manager:
             manager.save(6, {"a": 1})
             manager.wait_until_finished()
-    assert "whether that save is alive is unknown" in caplog.text
+    assert "it is unknown whether that save is alive" in caplog.text
     assert names(hf.storage.as_location(tmp_path / "run" / "5")) == ["checkpoint.partial", "item"]
 
 

@@ -76,10 +76,10 @@ def better(metrics: dict[str, float]) -> float:
         ({"best_fn": "loss", "best_mode": "min"}, ("--keep-latest", "2", "--only"), [4, 5]),
         ({"best_fn": "loss", "best_mode": "min", "max_to_keep": 3, "keep_latest": 1}, ("--max-to-keep", "1"), [1, 5]),
         ({"best_fn": "loss", "best_mode": "max"}, ("--keep-latest", "1", "--best-mode", "min"), [1, 5]),
-        ({"best_fn": better}, ("--keep-latest", "2"), "a function of its program, better"),
+        ({"best_fn": better}, ("--keep-latest", "2"), "a function in its program, better"),
         ({"best_fn": better}, ("--keep-latest", "2", "--best-fn", "loss"), "needs --best-mode"),
         ({"best_fn": better}, ("--keep-latest", "1", "--best-fn", "loss", "--best-mode", "min"), [1, 5]),
-        ({"best_fn": better}, (), "a function of its program, better"),
+        ({"best_fn": better}, (), "a function in its program, better"),
         ({}, ("--only",), "--only needs a rule"),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_rollback_also_deletes_what_only_the_mirror_has(cli: Cli, mirrored: tu
     for step in (3, 4):
         shutil.rmtree(run / str(step))
     said = cli.output("rollback", run, 2, "--yes")
-    assert f"delete 3, 4 in the mirror {mirror}, too" in said
+    assert f"also delete 3, 4 in the mirror {mirror}\n" in said
     assert steps(mirror) == [1, 2]
     assert "nothing to delete" in cli.output("rollback", run, 2, "--yes")
 
@@ -211,7 +211,7 @@ def test_pins_reach_the_mirror_and_prune_leaves_it(cli: Cli, mirrored: tuple[Pat
     run, mirror = mirrored
     cli.output("pin", run, 2)
     assert read_record(hf.storage.as_location(mirror / "2")).pinned
-    assert f"the mirror {mirror} keeps what its own rules keep" in cli.output("prune", run, "--keep-latest", 1, "--yes")
+    assert f"the mirror {mirror} follows its own rules" in cli.output("prune", run, "--keep-latest", 1, "--yes")
     assert (steps(run), steps(mirror)) == ([2, 4], [1, 2, 3, 4])
 
 
@@ -253,7 +253,7 @@ def test_a_rollback_of_a_run_with_local_steps_says_that_these_do_not_count(cli: 
         for step in (1, 2):
             manager.save(step, {"w": np.full(8, step)}, force=True)
     said = cli.output("rollback", tmp_path / "run", 1, "--yes")
-    assert f"local steps that the hosts have in {local} do not count any more\n" in said
+    assert f"local steps of the hosts in {local} no longer count\n" in said
     assert steps(tmp_path / "run") == [1]
 
 

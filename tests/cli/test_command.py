@@ -187,7 +187,7 @@ def test_a_directory_of_runs_says_where_checkpoints_are(cli: Cli, run: Path) -> 
     shutil.copytree(run / "checkpoints" / "10", run.parent / "chosen")
     (run.parent / "empty" / "checkpoints").mkdir(parents=True)
     (run.parent / "notes.txt").write_text("")
-    below = "; there are some below: bare, chosen, run\n"
+    below = "; there are some in bare, chosen, run\n"
 
     lines = cli.output("ls", run.parent).splitlines()
     assert lines[0].split() == ["RUN", "CHECKPOINTS", "NEWEST", "AGE", "SIZE", "METRICS", "STATE"]
@@ -204,7 +204,7 @@ def test_a_directory_of_runs_says_where_checkpoints_are(cli: Cli, run: Path) -> 
 
 def test_a_part_of_a_checkpoint_says_so(cli: Cli, run: Path) -> None:
     step = run / "checkpoints" / "10"
-    said = f"; it is a part of the checkpoint {step}\n"
+    said = f"; it is part of the checkpoint {step}\n"
 
     assert cli.output("ls", step / "state") == f"no checkpoints in {step}/state{said}"
     assert cli.error("verify", step / "state", status=2).endswith(said)
@@ -278,7 +278,7 @@ def test_verify_names_damaged_files_and_leaves(cli: Cli, run: Path) -> None:
     stray = run / "checkpoints" / "40"
     stray.mkdir()
     (stray / "notes").write_text("mine")
-    said = f"{stray}: no checkpoint, and left alone: it has no checkpoint.json, and `holdfast rm` deletes it\n"
+    said = f"{stray}: not a checkpoint, and left alone: it has no checkpoint.json; `holdfast rm` deletes it\n"
     assert said in cli.output("verify", run, status=1)
 
 
@@ -324,14 +324,14 @@ def test_a_step_is_given_by_position_or_by_name(
         words = [places.get(word, word) for word in arguments]
         assert said in cli.output(command, *words, *step)
     refused = cli.error(command, *words, "20", "--step", "x", status=2)
-    assert refused.endswith(f"(holdfast {command} --help shows how to call it)\n")
+    assert refused.endswith(f"(see holdfast {command} --help)\n")
 
 
 def test_the_folder_of_a_step_takes_its_own_step_only(cli: Cli, run: Path) -> None:
     for name in ("show", "verify"):
         assert "20" in cli.output(name, run / "checkpoints" / "20", "--step", 20)
         said = cli.error(name, run / "checkpoints" / "20", "--step", 10, status=2)
-        assert "this is the checkpoint of step 20, not of step 10: leave the step out" in said
+        assert "this is the checkpoint of step 20, not of step 10: leave out the step" in said
 
 
 def test_a_step_is_given_once_and_several_in_any_way(cli: Cli, run: Path) -> None:
@@ -462,7 +462,7 @@ def test_recipes_explains_the_keys(cli: Cli) -> None:
     assert {"key": "train.steps", "value": 300, "meaning": MEANING} in found["keys"]
 
 
-MEANING = "Optimizer updates in all; may be raised later to train a finished run on."
+MEANING = "Total number of optimizer updates; may be raised later to continue a finished run."
 
 
 def test_print_config_runs_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ def test_completion_is_installed_once(
 def test_completion_of_an_unknown_shell(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHELL", "/bin/csh")
 
-    assert "SHELL=/bin/csh: completion is for " in error_of(capfd, "--install-completion", status=2)
+    assert "SHELL=/bin/csh: completion supports only " in error_of(capfd, "--install-completion", status=2)
 
 
 SLOW = {"asyncio", "email", "http", "importlib.metadata", "pydantic", "rich", "ruamel", "ssl", "tensorstore", "typer"}

@@ -124,7 +124,7 @@ def test_export_of_the_best_step(cli: Cli, tmp_path: Path, run: Path) -> None:
 
     for chosen, source, said in (
         ("best", run, "does not rank its checkpoints by the name of a metric"),
-        ("first", run, "'first' is neither the number of a step nor best"),
+        ("first", run, "'first' is neither a step number nor best"),
     ):
         assert said in cli.error("export", source, tmp_path / "x.pt", "--step", chosen, status=2)
     assert not (tmp_path / "x").exists()
@@ -141,7 +141,7 @@ def test_export_of_all_steps(cli: Cli, run: Path) -> None:
 def test_export_in_place(cli: Cli, run: Path) -> None:
     lines = cli.output("export", run, "--to", "orbax", "--in-place").splitlines()
 
-    assert lines == [f"{run}/checkpoints/{step}: orbax can read it now, too" for step in (1, 2)]
+    assert lines == [f"{run}/checkpoints/{step}: orbax can now read it, too" for step in (1, 2)]
     found = cli.json("export", run, "--to", "orbax", "--in-place", "--step", "2")
     assert found == {"checkpoints": [f"{run}/checkpoints/2"]}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -157,7 +157,7 @@ def test_export_in_place(cli: Cli, run: Path) -> None:
         ([], "DST is missing: give the file or directory to write"),
         (["--in-place"], "--in-place takes --to orbax"),
         (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
-        (["--to", "orbax", "--in-place", "--step", "best"], "--in-place takes the number of a step, and not"),
+        (["--to", "orbax", "--in-place", "--step", "best"], "--in-place takes the number of a step, not"),
         (["x.pt", "--step", "9"], "no checkpoint of step 9"),
         (["x.pt", "--item", "y"], "no tree 'y'; it has state"),
     ],

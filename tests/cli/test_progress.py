@@ -182,7 +182,7 @@ def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:
 def test_an_interrupted_copy_goes_on(run: Path, cli: Cli) -> None:
     copy = run.parent / "copy"
 
-    said = f"holdfast: {copy}: what was copied stays; the same command continues with it\n"
+    said = f"holdfast: {copy}: what was copied is kept; the same command continues it\n"
     interrupt(16 * MEGABYTE, "cp", run, copy, said=said)  # in the second step
 
     assert [one.step for one in hf.list_checkpoints(copy)] == [1], "half a step is none"

@@ -179,7 +179,7 @@ def test_local_steps_are_told() -> None:
         + [event("started", 5), event("restored", 6, step=12, local=True, peer_bytes=0)]
     )
     titles = [note.title for note in history.notes]
-    assert "Step 8 came from the hosts' local places" in titles
+    assert "Step 8 came from local steps of the hosts" in titles
     assert "The local save of step 14 failed" in titles
     assert history.attempts[0].last_step == 12
 
@@ -205,7 +205,7 @@ def test_how_resumes_proved() -> None:
     ]
     (note,) = (note for note in history.notes if note.mark == "inexact")
     said = (note.tone, note.title, note.text)
-    assert said == ("bad", "The resume from step 4 is not exact", "other than before the stop: batch, state")
+    assert said == ("bad", "The resume from step 4 is not exact", "different from before the stop: batch, state")
     text = page.draw_page([facts.RunFacts("run", "place", [], history, has_events=True)], now=40.0, version="1")
     shown = Page(text)
     assert "1 resume was not exact, the last one from step 4: batch, state differ" in shown.texts("li", "bad")
@@ -499,7 +499,7 @@ def test_the_file_that_is_written(cli: Cli, run: Path, tmp_path: Path) -> None:
     report(cli, run, output=target)  # an earlier report is replaced
     (tmp_path / "notes.html").write_text("mine")
     for wrong, said in (
-        (tmp_path / "notes.html", "is no report of holdfast"),
+        (tmp_path / "notes.html", "is not a holdfast report"),
         (tmp_path, "this is a directory"),
         (tmp_path / "no" / "report.html", "there is no directory"),
     ):
@@ -552,7 +552,7 @@ def test_a_run_on_another_machine_may_be_alive(cli: Cli, tmp_path: Path) -> None
     found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("span", "pill") == ["running or lost"]
     (said,) = found.texts("li", "plain")[:1]
-    assert said.startswith("The last start runs on node-7, or was lost there; its last event came ")
+    assert said.startswith("The last start runs on node-7, or was lost there; its last event was ")
 
 
 def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def a_failure_reaches_every_process(coordinator: Coordinator) -> None:
 def a_topic_serves_once(coordinator: Coordinator) -> None:
     rendezvous = next_rendezvous(coordinator, "topics")
     rendezvous.gather("a", b"1", PATIENCE)
-    with pytest.raises(ValueError, match="gather of 'a' was done before"):
+    with pytest.raises(ValueError, match="gather of 'a' was already done"):
         rendezvous.gather("a", b"2", PATIENCE)
     rendezvous.close()
 

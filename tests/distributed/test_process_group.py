@@ -79,7 +79,7 @@ def test_processes_that_ask_for_something_else() -> None:
     *others, last = together(COUNT, work)
     assert others == ["done", "done"]
     assert isinstance(last, hf.errors.StateError)
-    assert "process 2 was asked for [True], and process 0 for [False]" in str(last)
+    assert "process 2 was asked for [True], but process 0 for [False]" in str(last)
 
 
 def test_long_work_is_waited_for() -> None:

@@ -89,7 +89,7 @@ def test_files_that_share_their_bytes_are_refused() -> None:
     end = once[begin + 50 :][:8] + struct.pack("<2H2L", 1000, 1000, len(entries), begin) + once[begin + 50 :][20:]
     bomb = once[:begin] + entries + end
     assert len(zipfile.ZipFile(io.BytesIO(bomb)).infolist()) == 1000, "others open it"
-    with pytest.raises(DamagedCheckpointError, match=r"not a zip file as holdfast writes them"):
+    with pytest.raises(DamagedCheckpointError, match=r"not a zip file written by holdfast"):
         decode_archive(bomb, source="state.zip")
 
 

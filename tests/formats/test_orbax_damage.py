@@ -118,7 +118,7 @@ def test_damaged_documents(saved: Saved, file: str, content: bytes, what: str) -
 @pytest.mark.parametrize(
     ("entries", "what"),
     [
-        ([_entry("w"), {"again": _entry("w")["('w',)"]}], "is there twice"),
+        ([_entry("w"), {"again": _entry("w")["('w',)"]}], "occurs twice"),
         ([_entry("w", "inner")], "leads through a leaf"),
         ([_entry(*map(str, range(300)))], "nested deeper"),
         ([_entry("..", "..", "outside")], r"\.\.\.outside"),

@@ -217,7 +217,7 @@ def test_lightning_checkpoints_lose_what_is_no_data_outside_the_weights(
     hf.load(path, select="state_dict/**")
     assert caplog.text == ""
     hf.load(path)
-    assert "left out, as they are not data: hyper_parameters/loss (an object of " in caplog.text, (
+    assert "left out because they are not data: hyper_parameters/loss (an object of " in caplog.text, (
         "a whole file is loaded"
     )
     saved(tmp_path, {**checkpoint, "state_dict": {"w": Custom()}})

@@ -526,7 +526,7 @@ def test_an_environment_that_was_not_reset_is_refused(make: Callable[[], Program
 
 
 def test_an_environment_as_an_extra_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    message = r"env: is an environment \(.*\.Environment\); leave it out, and begin an episode after a resume with a"
+    message = r"env: is an environment \(.*\.Environment\); leave it out, and after a resume, start an episode with a"
     with (
         hf.CheckpointCallback(tmp_path) as checkpoint,
         pytest.raises(hf.errors.UnsupportedLeafError, match=message),

@@ -514,7 +514,7 @@ def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str) -> None:
 def test_a_rollback_to_the_newest_step_leaves_local_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
     assert main(["rollback", str(tmp_path / "store"), "10", "--yes"]) == 0
-    assert f"local steps that the hosts have in {hosts.place(0)} do not count any more" in capsys.readouterr().out
+    assert f"local steps of the hosts in {hosts.place(0)} no longer count" in capsys.readouterr().out
     assert hosts.resume() == (10, 0)
 
 

@@ -75,7 +75,7 @@ def test_ls_shows_it_and_only_rm_removes_it(run: Path, capsys: pytest.CaptureFix
     assert contents(run) == b"half a copy"
     capsys.readouterr()
     assert main(["verify", str(run)]) == 0
-    assert f"{run}/10: no checkpoint, and left alone" in capsys.readouterr().out
+    assert f"{run}/10: not a checkpoint, and left alone" in capsys.readouterr().out
     assert main(["rm", str(run), "10", "--yes"]) == 0
     said = capsys.readouterr()
     assert "delete 10: 1 folder without a checkpoint of" in said.out

@@ -189,8 +189,8 @@ def test_the_region_of_a_bucket_is_asked_for(amazon: Amazon, monkeypatch: pytest
 
 
 WRONG = {
-    "a role of a device": (f"[default]\n{ROLE}source_profile = default\nmfa_serial = 7\n{KEYS}", "code of a device"),
-    "a character": ("[default]\naws_access_key_id = k\xe9y\naws_secret_access_key = canary\n", "no header can have"),
+    "a role of a device": (f"[default]\n{ROLE}source_profile = default\nmfa_serial = 7\n{KEYS}", "code from a device"),
+    "a character": ("[default]\naws_access_key_id = k\xe9y\naws_secret_access_key = canary\n", "a header cannot have"),
     "a service that refuses": (f"[default]\n{ROLE}source_profile = default\n{KEYS}", "AccessDenied"),
     "a login that has ended": (
         "[default]\nsso_start_url = https://example.org\nsso_region = x\nsso_account_id = 1\nsso_role_name = r\n",

@@ -222,7 +222,7 @@ def test_a_bucket_that_is_not_there(store: Store) -> None:
     ]
     for attempt in attempts:
         with pytest.raises(
-            hf.errors.ObjectNotFoundError, match=r"NoSuchBucket.*is there a bucket 'elsewhere'"
+            hf.errors.ObjectNotFoundError, match=r"NoSuchBucket.*does the bucket 'elsewhere' exist"
         ) as caught:
             attempt()
         assert store.server.url in str(caught.value)

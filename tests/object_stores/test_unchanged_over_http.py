@@ -128,7 +128,7 @@ def test_a_change_is_sent(store: Store) -> None:
 
 TROUBLE: list[tuple[str, Callable[[Store], object]]] = [
     (
-        "the service does not copy",
+        "the service cannot copy",
         lambda store: fail(store, Answer(501, b"<Error><Code>NotImplemented</Code></Error>")),
     ),
     ("it takes a copy for an empty object", lambda store: fail(store, Answer(200))),

@@ -326,8 +326,8 @@ def refused(process: Process) -> list[str]:
 def test_what_cannot_be_told_is_refused() -> None:
     messages = run_processes(refused, 2, backend="torch")
     assert messages[0] == messages[1]
-    assert "x: is a DTensor with Partial(sum), not summed up yet" in messages[0][0]
-    assert "x: is a DTensor whose own part has shape (3,); its placements give (2,)" in messages[0][1]
+    assert "x: is a DTensor with Partial(sum), not reduced yet" in messages[0][0]
+    assert "x: is a DTensor whose local part has shape (3,); its placements give (2,)" in messages[0][1]
 
 
 def alone(process: Process) -> bool:

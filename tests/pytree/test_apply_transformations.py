@@ -222,7 +222,7 @@ def test_none_is_no_value() -> None:
     assert apply_transformations({"a": 1}, {"b": T(use_fallback=True)}, {"b": None}) == {"b": None}
     with pytest.raises(TreeMismatchError, match="c: expected a value, found None at 'a' in the original tree"):
         apply_transformations({"a": None}, {"c": taken("a")}, {"c": 0})
-    with pytest.raises(TreeMismatchError, match=r"b: expected a place for a value, found None.*write \.\.\. instead"):
+    with pytest.raises(TreeMismatchError, match=r"b: expected a leaf to fill, found None.*write \.\.\. instead"):
         apply_transformations({"a": 1}, {"b": taken("a")}, {"b": None})
 
 
@@ -305,7 +305,7 @@ UNFILLED: dict[str, Any] = {
         ["x: expected a value, 'qx'", "y: expected", "'(.*)'"],
     ),
     "same key": ({"x": T()}, {"x": 0}, True, ["x: expected a value, not in the original tree (transformation 'x')"]),
-    "value_fn": ({"x": T(value_fn=abs)}, {"x": 0}, True, ["value_fn is given the value at this key", "multi_value_fn"]),
+    "value_fn": ({"x": T(value_fn=abs)}, {"x": 0}, True, ["value_fn receives the value at this key", "multi_value_fn"]),
     "fallback to original": (
         {"x": T(use_fallback=True)},
         {"x": 0},
@@ -322,7 +322,7 @@ UNFILLED: dict[str, Any] = {
         {},
         {"x": ...},
         True,
-        ["x: expected a value, found only a placeholder in the new tree, and the original tree"],
+        ["x: expected a value, found only a placeholder in the new tree, but the original tree"],
     ),
     "placeholder, new preferred": (
         {},

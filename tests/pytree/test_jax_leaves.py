@@ -165,8 +165,8 @@ def test_deleted_arrays_are_named(backend: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnsupportedLeafError) as caught:
         describe(["a", "fine", "b"], [array, jnp.ones(1), key])
     assert str(caught.value).splitlines()[1:] == [
-        "  a: was deleted or donated; save the array that took its place",
-        "  b: was deleted or donated; save the array that took its place",
+        "  a: was deleted or donated; save the array that replaced it",
+        "  b: was deleted or donated; save the array that replaced it",
     ]
 
 

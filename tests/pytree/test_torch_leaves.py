@@ -130,7 +130,7 @@ def test_a_loaded_tensor_takes_the_arrays_memory_over(save: Any) -> None:
         (lambda: torch.eye(3).to_sparse_csr(), "is a tensor of layout torch.sparse_csr"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "is a quantized tensor"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is a nested tensor"),
-        (lambda: torch.ones(3, device="meta"), "is on the meta device, it has no values"),
+        (lambda: torch.ones(3, device="meta"), "is on the meta device and has no values"),
         (torch.nn.UninitializedParameter, "is not initialized yet"),
         (lambda: torch.nn.Linear(2, 2), r"is of type torch.nn.modules.linear.Linear; store its state_dict\(\)"),
         (torch.Generator, r"is of type torch._C.Generator; store its get_state\(\)"),

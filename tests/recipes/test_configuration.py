@@ -76,7 +76,7 @@ ERRORS = {
     ),
     "one of three": (
         "checkpoint: {resume: always}",
-        "FILE:2: checkpoint.resume: expected 'auto', 'must', 'never', 'best' or the number of a step, "
+        "FILE:2: checkpoint.resume: expected 'auto', 'must', 'never', 'best' or a step number, "
         'found the text "always"',
     ),
     "a word of one": (
@@ -96,7 +96,7 @@ ERRORS = {
     "empty list": ("model: {hidden: []}", "FILE:2: model.hidden: expected a list of at least 1, found the list []"),
     "number for a list": ("model: {hidden: 64}", "FILE:2: model.hidden: expected a list, found 64"),
     "empty section": ("seed: 0\ntrain:\n", "FILE:3: train: expected a section with keys, found nothing"),
-    "name of a folder": ("name: a/b", 'FILE:2: name: expected a name that a folder can have, found the text "a/b"'),
+    "name of a folder": ("name: a/b", 'FILE:2: name: expected a valid folder name, found the text "a/b"'),
     "tag": (
         "name: !!python/name:os.system x",
         "FILE:2: name: the tag tag:yaml.org,2002:python/name:os.system is not allowed: write plain YAML",
@@ -113,7 +113,7 @@ ERRORS = {
     "key that is a list": ("[a, b]: 3", "FILE:2: a key must be text, found a list or a section"),
     "alias that holds itself": (
         "model: {hidden: &a [1, *a]}",
-        "FILE:2: model.hidden.1: an alias that holds itself has no value",
+        "FILE:2: model.hidden.1: an alias that contains itself has no value",
     ),
     "metric that the recipe has not": (
         "checkpoint: {best_fn: val_acuracy}",
@@ -156,7 +156,7 @@ ERRORS = {
     ),
     "half a character": (
         'name: "\\ud800"',
-        "FILE: expected text of whole characters, without half a surrogate pair, found the text "
+        "FILE: expected valid Unicode text, without half a surrogate pair, found the text "
         '"{"recipe": "flax_digits", "name": "\\ud800"}"',
     ),
     "schedule": (
@@ -385,11 +385,11 @@ def test_a_file_goes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.M
     [
         (
             "flax_txt",
-            'flax_txt: no such file, and holdfast has no configuration of this name; did you mean "flax_text"?',
+            'flax_txt: no such file, and holdfast has no configuration with this name; did you mean "flax_text"?',
         ),
         (
             "/nowhere/else.yaml",
-            "/nowhere/else.yaml: no such file, and holdfast has no configuration of this name; "
+            "/nowhere/else.yaml: no such file, and holdfast has no configuration with this name; "
             "bundled: flax_digits, flax_text, lightning_digits, self_play",
         ),
     ],
@@ -460,13 +460,13 @@ def test_the_checkpoint_section_has_the_words_of_the_callbacks() -> None:
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
-TOO_DEEP = "lists and sections lie in each other more than 100 deep"
+TOO_DEEP = "lists and sections are nested more than 100 levels deep"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BOMB, "config.yaml: this has more than 100000 values, those of aliases included"),
+        (BOMB, "config.yaml: this has more than 100000 values, including those of aliases"),
         ("[" * 500 + "]" * 500, f"config.yaml:1: {TOO_DEEP}"),
         ("{a: " * 500 + "}" * 500, f"config.yaml:1: {TOO_DEEP}"),
         ("\n".join(" " * n + "a:" for n in range(1500)), f"config.yaml:101: {TOO_DEEP}"),

@@ -85,5 +85,5 @@ def test_windows_go_on_where_they_were(done: int) -> None:
 def test_windows_of_another_text_are_refused() -> None:
     batches = Windows(help_texts(0.1), batch_size=4, context=16, seed=3)
 
-    with pytest.raises(OptionError, match=r"trained on another text: expected CRC-32 [0-9a-f]{8}, found 0000007b"):
+    with pytest.raises(OptionError, match=r"trained on a different text: expected CRC-32 [0-9a-f]{8}, found 0000007b"):
         batches.set_state({"batch": 3, "fingerprint": 123})

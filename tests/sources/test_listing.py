@@ -241,9 +241,9 @@ def test_a_number_that_two_names_have_is_refused(tmp_path: Path) -> None:
     two_prefixes(tmp_path)
     assert named(find_checkpoint(hf.storage.as_location(tmp_path), 7)) == "a-7"
     for ask in (hf.describe, hf.verify):
-        with pytest.raises(hf.errors.OptionError, match=r"step 1 is there more than once \(a-1, b-1\); give the path"):
+        with pytest.raises(hf.errors.OptionError, match=r"step 1 exists more than once \(a-1, b-1\); give the path"):
             ask(tmp_path, 1)
-    with pytest.raises(hf.errors.OptionError, match=r"step 1 is there more than once"):
+    with pytest.raises(hf.errors.OptionError, match=r"step 1 exists more than once"):
         hf.export_checkpoint(tmp_path, tmp_path.parent / "orbax", "orbax")
     assert hf.load(tmp_path / "a-1") == {"name": "a-1"}
 

@@ -115,10 +115,10 @@ def test_a_run(place: Location) -> None:
 
 
 MISSING = {
-    "memory": "two saves to one path at the same time are not kept apart$",
-    "replaces": "two saves .*; what was written may be lost if the machines that keep it lose power$",
-    "renames": "two saves .*lose power; a crash while a checkpoint is replaced may leave neither",
-    "plain": "two saves .*lose power; a crash may leave half of a commit record.*; a crash while",
+    "memory": "concurrent saves to one path are not kept apart$",
+    "replaces": "concurrent saves .*; what was written may be lost if the machines that keep it lose power$",
+    "renames": "concurrent saves .*lose power; a crash while a checkpoint is replaced may leave neither",
+    "plain": "concurrent saves .*lose power; a crash may leave half a commit record.*; a crash while",
 }
 
 
@@ -143,12 +143,12 @@ def test_what_is_not_promised_is_said_once(tmp_path: pathlib.Path, caplog: pytes
         ("simplecache://x", "unknown scheme"),
         ("zip://x", "unknown scheme"),
         ("no_library://x", "unknown scheme, 'no_library'"),
-        (f"simplecache::ftp://user:{CANARY}@host/x", "chains file systems.*filesystem="),
+        (f"simplecache::ftp://user:{CANARY}@host/x", "chains fsspec file systems.*filesystem="),
         ("webhdfs:/host/x", "lost a slash"),
-        (f"ftp://user:{CANARY}@host/x", "holds a password.*filesystem="),
+        (f"ftp://user:{CANARY}@host/x", "contains a password.*filesystem="),
         ("sftp:/host/x", "lost a slash"),
         ("plain:///a/../b", "'..'"),
-        ("memory+1234abcd://x", "that this process has not been given: pass it"),
+        ("memory+1234abcd://x", "that this process does not have: pass it"),
     ],
 )
 def test_what_is_no_place(text: str, message: str) -> None:
@@ -159,7 +159,7 @@ def test_what_is_no_place(text: str, message: str) -> None:
 
 def test_without_fsspec(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(hf.errors.InvalidLocationError, match=r"fsspec is needed \(pip install .*\[fsspec\]'\)"):
+    with pytest.raises(hf.errors.InvalidLocationError, match=r"needs fsspec \(pip install .*\[fsspec\]'\)"):
         as_location("hdfs://host/run")
     with pytest.raises(hf.errors.OptionError, match="needs fsspec"):
         as_location("run", filesystem=object())
@@ -176,7 +176,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_file_systems_that_are_passed(tmp_path: pathlib.Path) -> None:
     assert as_location(str(tmp_path / "x"), filesystem=LocalFileSystem()).path == tmp_path / "x"
-    with pytest.raises(hf.errors.OptionError, match=r"filesystem=builtins\.int is neither a file system of fsspec"):
+    with pytest.raises(hf.errors.OptionError, match=r"filesystem=builtins\.int is neither an fsspec nor"):
         as_location("x", filesystem=3)
     filesystem = MemoryFileSystem()
     place = as_location("/runs/x", filesystem=filesystem)
@@ -378,7 +378,7 @@ class Loses(Replaces):
 def test_what_arrives_in_part_or_under_another_name_only_is_removed(tmp_path: pathlib.Path) -> None:
     place = as_location(str(tmp_path / "folder"), filesystem=Loses(skip_instance_cache=True))
     data = Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))
-    with pytest.raises(hf.errors.StorageError, match="10 bytes were sent, and 9 are there; try again"):
+    with pytest.raises(hf.errors.StorageError, match="10 bytes were sent, but 9 were stored; try again"):
         (place / "data").write_data(10, [data])
     with pytest.raises(hf.errors.StorageError, match="I/O error"):
         (place / "record").write_bytes(b"content")

@@ -69,7 +69,7 @@ def test_parsing(text: str, url: str, name: str, parent: str) -> None:
         ("file:x", "'file:///x'"),
         ("gs//x", "lacks a colon: 'gs://x'"),
         ("gs/x", "looks like the URL 'gs://x'; as a folder, write './gs/x'"),
-        ("D:x", "a path of Windows; in WSL it is '/mnt/d/x'"),
+        ("D:x", "a Windows path; in WSL it is '/mnt/d/x'"),
         (r"D:\x\y", "in WSL it is '/mnt/d/x/y'"),
         ("memory://a/../b", "'..'"),
         ("memory://a/%2E%2E/b", "'..'"),
@@ -234,7 +234,7 @@ def test_a_directory_that_is_there(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_object_is_not_changed_in_the_middle(place: str) -> None:
-    with pytest.raises(OptionError, match=r"mode='r\+b' opens no object of a store"):
+    with pytest.raises(OptionError, match=r"mode='r\+b' opens no object in a store"):
         (as_location(place) / "x").open("r+b")
 
 

@@ -129,7 +129,7 @@ def test_without_ranges_the_object_is_read_once(root: Location, reads: list[slic
 
 def test_without_ranges_long_objects_are_still_refused(root: Location, reads: list[slice | None]) -> None:
     (root / "object").write_bytes(bytes(100))
-    with pytest.raises(DamagedCheckpointError, match="longer than the 99 bytes"):
+    with pytest.raises(DamagedCheckpointError, match="longer than the limit of 99 bytes"):
         (root / "object").read_bytes(99)
     assert (root / "object").read_bytes(100) == bytes(100)
     assert reads == [slice(0, 100), None, slice(0, 101), None, None], "the start, the length, the object"
