@@ -38,7 +38,7 @@ def run(configuration: Configuration) -> Outcome:
         # Handle preemptions here, without a save, until the program handles them itself.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
-            logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)
+            logger.info("nothing to do: step %d is saved in %s; raise train.steps to continue", newest, checkpoints)
             return Outcome(start=newest, step=newest, preempted=False)
         program = configuration.recipe.program()
         _store_config(configuration, run_dir, checkpoints)
@@ -108,7 +108,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
             all_steps(as_location(checkpoints)),
             checkpoints,
             option="checkpoint.resume={}",
-            elsewhere="begin another run with name=... or run_dir=...",
+            elsewhere="start a new run with name=... or run_dir=...",
         )
     if newest is None:
         if section.init_from is not None:
@@ -146,8 +146,8 @@ def _check_identity(configuration: Configuration, stored: dict[str, Any], checkp
     if blocking:
         listed = "".join(f"  {key}: {changes[key]}\n" for key in blocking)
         raise OptionError(
-            f"{checkpoints} belongs to a run with another configuration than {configuration.source}:\n{listed}"
-            "begin another run with name=... or run_dir=..., or continue with the new values: "
+            f"{checkpoints} belongs to a run whose configuration differs from {configuration.source}:\n{listed}start "
+            "a new run with name=... or run_dir=..., or continue with the new values: "
             f"checkpoint.allow_changes=[{','.join(blocking)}]"
         )
     for key, values in changes.items():

@@ -71,8 +71,8 @@ def load_tree(
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
     if unknown:
         raise OptionError(
-            f"{source.location}: there are requests for {', '.join(map(format_path, unknown[:8]))}, which the "
-            "checkpoint does not have; request its own leaves only"
+            f"{source.location}: cannot request {', '.join(map(format_path, unknown[:8]))}, which the checkpoint does "
+            "not have; request only leaves that it has"
         )
     leaves = source.leaves
     if select is not None:
@@ -163,7 +163,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
         if target.cast
     ]
     if lines:
-        _logger.info("%s", itemized(f"{source.location}: cast as cast=True asks:", lines))
+        _logger.info("%s", itemized(f"{source.location}: cast because of cast=True:", lines))
     return targets
 
 
@@ -297,9 +297,8 @@ def _matching(
     ]
     if differences:
         raise TreeMismatchError(
-            f"{source.location}: template and checkpoint differ in {len(differences)} of "
-            f"{len(asked | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select= or "
-            "subset=True",
+            f"{source.location}: template and checkpoint differ in {len(differences)} of {len(asked | saved.keys())} "
+            "leaves; make them agree, or load part of the checkpoint with select= or subset=True",
             differences,
         )
     return [saved[target.name] for target in merged], merged
@@ -353,7 +352,7 @@ def _partitions(
             if target is not None and (cut := partition(target, leaves[index].saved)) is not None:
                 cuts[index] = cut
         except ValueError as error:
-            problems.append(f"{format_path(leaves[index].name)}: {target} cannot be sharded as asked: {error}")
+            problems.append(f"{format_path(leaves[index].name)}: {target} cannot be sharded as requested: {error}")
     if problems:
         raise TreeMismatchError(f"{source.location}: {len(problems)} shardings do not fit their leaves:", problems)
     return cuts
@@ -371,10 +370,10 @@ class Selection:
             if not (entry is None or entry is ... or isinstance(entry, slice) or _is_integer(entry)):
                 raise IndexError(
                     f"expected integers, slices, ... and None, found {type(entry).__name__}; read a slice around the "
-                    "elements, and index the array that it gives"
+                    "elements, and index the resulting array"
                 )
         if (count := sum(entry is not None and entry is not ... for entry in index)) > len(shape):
-            raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
+            raise IndexError(f"too many indices: the array has {len(shape)} axes, but the index has {count}")
         if sum(entry is ... for entry in index) > 1:
             raise IndexError("an index can have only one ellipsis (...)")
         self._like = np.broadcast_to(np.int8(0), shape)[index]  # has the result's shape; raises if the index is invalid

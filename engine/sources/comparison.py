@@ -81,7 +81,7 @@ def compare_checkpoints(
             files = first.files(name)
             has_checksums = files is not None and all(record.crc32c is not None for record in files.values())
             if not has_checksums or files != second.files(name):
-                detail = f"an item of the kind {kind!r}, whose files differ or carry no checksum"
+                detail = f"an item of kind {kind!r} whose files differ or have no checksums"
                 yield LeafDifference(name, "", "unknown", detail)
     compared = trees.keys() | values.keys()
     for name in [*others, *(name for name, kind in second.items.items() if kind not in (TREE, METRICS))]:
@@ -107,7 +107,7 @@ def _compare_trees(
         match = others.pop(leaf.name, None)
         path = leaf_path(item, leaf.name)
         if match is None:
-            yield LeafDifference(item, path, "missing", f"expected {leaf.saved}, and the second checkpoint lacks it")
+            yield LeafDifference(item, path, "missing", f"expected {leaf.saved}, but the second checkpoint lacks it")
             progress.advance(leaf.nbytes)
             continue
         with Share(progress, leaf.nbytes, leaf.nbytes) as share:
@@ -202,7 +202,7 @@ class _Difference:
         relative = self._greatest / self._magnitude if self._magnitude else math.nan
         where = f" at {list(self._first)}" if self._first else ""
         detail = f"{self._differing} of {size} elements differ" if size > 1 else "differs"
-        by = "" if math.isnan(self._greatest) else f", by {self._greatest:.3g} at most"
+        by = "" if math.isnan(self._greatest) else f", by at most {self._greatest:.3g}"
         detail += f"{by}; the first{where}: expected {_short(expected)}, found {_short(found)}"
         return LeafDifference(
             item, path, "values", detail, self._differing, size, self._greatest, relative, self._first

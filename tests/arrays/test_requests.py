@@ -155,7 +155,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no text": ("w", {"kind": "str"}, r"w: expected str .request., found float32"),
     "array as a number": ("w", {"kind": "float"}, r"w: expected float .request., found float32\[3, 4\]"),
     "a key is no number": ("key", {"kind": "jax", "dtype": np.float32}, "key: expected key"),
-    "too wide": ("w", {"kind": "jax", "dtype": np.float64}, "jax would make it float32"),
+    "too wide": ("w", {"kind": "jax", "dtype": np.float64}, "jax would convert it to float32"),
     "unknown to torch": ("w", {"kind": "torch", "dtype": ml_dtypes.float8_e3m4}, "torch has no such dtype"),
 }
 
@@ -172,7 +172,7 @@ def test_requests_that_do_not_fit(name: str, request_: dict[str, Any], message: 
         ("w", LeafRequest(kind="tuple"), "w: kind='tuple' is not known"),
         ("w", LeafRequest(sharding="x"), "w: sharding='x' must be"),
         ("w", LeafRequest(kind="numpy", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), "w: sharding="),
-        ("v", LeafRequest(), "there are requests for v,"),
+        ("v", LeafRequest(), "cannot request v,"),
     ],
 )
 def test_requests_that_make_no_sense(name: str, request_: LeafRequest, message: str, reader: TreeReader) -> None:

@@ -43,7 +43,7 @@ def test_the_same(cli: Cli, run: Path) -> None:
 def test_differences(cli: Cli, run: Path) -> None:
     lines = cli.output("diff", run, run, "--step", 1, "--other-step", 2, status=1).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["state/a/w", "state/n"]
-    assert "1 of 12 elements differ, by 1e-09 at most; the first at [1, 1]" in lines[1]
+    assert "1 of 12 elements differ, by at most 1e-09; the first at [1, 1]" in lines[1]
     assert lines[-1] == f"2 leaves differ between {run}/1 and {run}/2"
     for steps in ([run, run, 1, 2], [run, 1, run, 2], [run, 1, run, "--other-step", 2]):
         assert cli.output("diff", *steps, status=1).splitlines() == lines

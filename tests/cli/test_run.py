@@ -150,7 +150,7 @@ def test_another_model_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["run", "flax_digits", f"run_dir={tmp_path}/run"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(
-        f"holdfast: {tmp_path}/run/checkpoints belongs to a run with another configuration than "
+        f"holdfast: {tmp_path}/run/checkpoints belongs to a run whose configuration differs from "
     )
     assert "  seed: 5 (checkpoints), 0 (now)" in lines
     assert "checkpoint.allow_changes=[recipe,seed," in lines[-1]

@@ -143,7 +143,7 @@ def test_a_recipe_goes_on_from_its_mirror(
     ]
     first = run(load_configuration("flax_digits", [*keys, "train.steps=10"]))
     shutil.rmtree(tmp_path / "runs")
-    with pytest.raises(hf.errors.OptionError, match="another configuration"):
+    with pytest.raises(hf.errors.OptionError, match="configuration differs"):
         run(load_configuration("flax_digits", [*keys, "train.steps=15", "seed=5"]))
     shutil.rmtree(tmp_path / "runs")
     second = run(load_configuration("flax_digits", [*keys, "train.steps=15"]))

@@ -95,7 +95,7 @@ OTHERS: dict[Callable[[Path], None], str] = {
     by_flax: "2 checkpoints of Flax, the newest checkpoint_2 of step 2",
     by_lightning: "2 checkpoints of Lightning, the newest epoch=1-step=2.ckpt of step 2",
     by_tensorflow: "3 checkpoints of TensorFlow, the newest ckpt-5 of step 5",
-    with_another_prefix: "1 checkpoint of another name, the newest model_2",
+    with_another_prefix: "1 checkpoint with another name, the newest model_2",
 }
 
 
@@ -179,7 +179,7 @@ def test_files_of_a_callback_beside_a_run_do_not_stop_it(tmp_path: Path, caplog:
         file.rename(place / file.name)
     with caplog.at_level(logging.WARNING, "holdfast"), hf.CheckpointManager(place) as manager:
         manager.save(1, {"w": np.ones(2)})
-    assert "2 checkpoints of Lightning, the newest epoch=1-step=2.ckpt of step 2, and none of this run" in caplog.text
+    assert "2 checkpoints of Lightning, the newest epoch=1-step=2.ckpt of step 2, but none of this run" in caplog.text
     caplog.clear()
     hf.CheckpointManager(place)
     assert caplog.text == ""

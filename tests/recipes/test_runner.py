@@ -97,7 +97,7 @@ def test_a_finished_run_has_nothing_to_do(caplog: pytest.LogCaptureFixture) -> N
     assert train("flax_digits", "train.steps=2") == Outcome(start=2, step=2, preempted=False)
     assert caplog.messages == [
         "flax_digits: 2 steps of flax_digits in runs/flax_digits",
-        "nothing to do: step 2 is saved in runs/flax_digits/checkpoints; raise train.steps to train on",
+        "nothing to do: step 2 is saved in runs/flax_digits/checkpoints; raise train.steps to continue",
     ]
 
 
@@ -117,10 +117,10 @@ def test_another_model_does_not_resume() -> None:
         train("flax_digits", "seed=7", "model.hidden=[9]", "train.steps=3")
 
     assert str(caught.value).splitlines() == [
-        "runs/flax_digits/checkpoints belongs to a run with another configuration than configs/flax_digits.yaml:",
+        "runs/flax_digits/checkpoints belongs to a run whose configuration differs from configs/flax_digits.yaml:",
         "  seed: 0 (checkpoints), 7 (now)",
         "  model.hidden: [8] (checkpoints), [9] (now)",
-        "begin another run with name=... or run_dir=..., or continue with the new values: "
+        "start a new run with name=... or run_dir=..., or continue with the new values: "
         "checkpoint.allow_changes=[seed,model.hidden]",
     ]
     assert "steps: 2\n" in Path("runs/flax_digits/config.yaml").read_text(encoding="utf-8")

@@ -70,7 +70,7 @@ def test_what_is_said_of_an_array(tmp_path: Path) -> None:
     assert (found.differing, found.size, found.greatest, found.first) == (2, 12, 2.0, (1, 2))
     assert found.relative == 2.0 / 11.0
     assert str(found) == (
-        "state/w: 2 of 12 elements differ, by 2 at most; the first at [1, 2]: expected 6.0, found 6.5"
+        "state/w: 2 of 12 elements differ, by at most 2; the first at [1, 2]: expected 6.0, found 6.5"
     )
 
 
