@@ -71,7 +71,7 @@ class _StoppedError(Exception):
     "--steps",
     type=click.IntRange(min=2),
     default=20,
-    help="How many steps to rehearse; two epochs and a validation tell most.",
+    help="How many steps to rehearse; two epochs and a validation reveal most.",
 )
 @click.option(
     "--at",
@@ -99,7 +99,7 @@ class _StoppedError(Exception):
 @click.option("--keep", metavar="DIR", type=Path, help="Keep the checkpoints and logs in a new directory.")
 @arguments.duration(
     "--hang-timeout",
-    "Give up if there is no step or other sign of progress for so long.",
+    "Give up if there is no step or other sign of progress for this long.",
     name="hang",
     default="30m",
 )
@@ -141,7 +141,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
             yield Path(temporary).resolve()
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise OptionError(f"--keep {keep}: this exists already; name a new or an empty directory")
+        raise OptionError(f"--keep {keep}: this already exists; name a new or an empty directory")
     keep.mkdir(parents=True, exist_ok=True)
     yield keep.resolve()
 
@@ -180,8 +180,8 @@ class _Drill:
         used, free = _bytes_below(self._folder / "reference"), shutil.disk_usage(self._folder).free
         if free < used * 1.1:
             raise DrillError(
-                f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
-                "name a place on a larger disk with --keep, or take fewer --steps"
+                f"the interrupted run needs {format_size(used)}, but {self._folder} has only {format_size(free)} "
+                "left; choose a larger disk with --keep, or fewer --steps"
             )
         saved = sorted({step for steps_of in self._steps_of("reference").values() for step in steps_of})
         interruptions, notes = choose(steps, reference.trace.validations, options)
@@ -210,15 +210,15 @@ class _Drill:
             raise DrillError(f"the program failed ({_status(start.returncode)}) without interruption{self._tail(name)}")
         if not trace.steps:
             raise DrillError(
-                f"the program ended ({_status(start.returncode)}), and no manager or callback of holdfast was told of "
-                f"a step; the drill needs a program that saves with holdfast{self._tail(name)}"
+                f"the program ended ({_status(start.returncode)}), but reported no step to a manager or callback of "
+                f"holdfast; the drill needs a program that saves with holdfast{self._tail(name)}"
             )
         if len(trace.steps) < 2:
             raise DrillError("the program ended after one step; a drill needs at least two, so let it run longer")
         os.rename(self._folder / RUNS, self._folder / name)
         checkpoints = sum(map(len, self._steps_of(name).values()))
         if not checkpoints:
-            raise DrillError(f"the program reported {len(trace.steps)} steps, and saved none{self._tail(name)}")
+            raise DrillError(f"the program reported {len(trace.steps)} steps, but saved none{self._tail(name)}")
         self._say(
             f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint')}, "
             f"{format_size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
@@ -235,11 +235,11 @@ class _Drill:
         report.unseeded = names
         why = f" ({shortened(names)} not seeded)" if names else ""
         report.warnings = [
-            f"the program does not begin the same way each time{why}: the interrupted run began with the checkpoint of "
-            f"step {self._origin} of the undisturbed run, and nothing before that was rehearsed"
+            f"the program does not start the same way each time{why}: the interrupted run began with the checkpoint "
+            f"of step {self._origin} of the undisturbed run, and nothing before that was rehearsed"
         ]
         report.notes = []
-        self._say(f"each start of the program is another{why}: beginning with step {self._origin} of the reference run")
+        self._say(f"each start of the program differs{why}: beginning with step {self._origin} of the reference run")
         shutil.rmtree(self._folder / "interrupted")
         self._populate()
         self._compared.clear()
@@ -285,7 +285,7 @@ class _Drill:
             if report.differences or report.stops:
                 left = len(interruptions) - number - 1
                 if left > 0:
-                    report.notes.append(f"{count(left, 'interruption')} after this not tried")
+                    report.notes.append(f"{count(left, 'later interruption')} not tried")
                 break
             if interruption is not None and start.trace.interrupted is None:
                 missed = "; ".join(map(str, interruptions[number:]))
@@ -321,13 +321,13 @@ class _Drill:
                 report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
             if trace.too_late:
                 report.notes.append(
-                    f"{interruption}: the processes had not agreed on the step to stop at when the drill ended at step "
-                    f"{trace.steps[-1]}, so that this was not rehearsed; give it more --steps"
+                    f"{interruption}: the processes had not agreed on the step to stop at when the drill ended at "
+                    f"step {trace.steps[-1]}, so this was not rehearsed; use more --steps"
                 )
             if start.killed:
                 report.warnings.append(
-                    f"the program had not ended {self._options.grace:g} s after {interruption}, and was killed, as by "
-                    "a cluster"
+                    f"the program had not ended {self._options.grace:g} s after {interruption}, and was killed, as a "
+                    "cluster would do"
                 )
         if trace.interrupted is not None and interruption is not None:
             expected = (DONE, PREEMPTED, 128 + interruption.signal, -interruption.signal)
@@ -336,7 +336,7 @@ class _Drill:
                 tail = self._tail("interrupted", 3)
                 report.warnings.append(f"{_status(start.returncode)} after {interruption}{tail}")
         elif not trace.stopped and start.returncode != 0:
-            after = "" if len(self._starts) < 2 else f" when it was started again after {self._starts[-2].interruption}"
+            after = "" if len(self._starts) < 2 else f" when it was restarted after {self._starts[-2].interruption}"
             raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
 
     def _explain(self, reference: Start, plan: DrillPlan) -> None:
@@ -409,10 +409,9 @@ class _Drill:
         strays = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         commands = shortened(" ".join(stray["command"]) for stray in strays)
         raise DrillError(
-            f"the program has started another one with an environment of its own, without {DRILL}, which would have "
-            f"written to its real directory, and was refused: {commands}. "
-            f"Pass on the environment (env={{**os.environ, ...}} in subprocess); give that program an empty {DRILL} if "
-            "it is no part of what is rehearsed"
+            f"the program started another one in a separate environment, without {DRILL}, which was refused because "
+            f"it would have written to its real directory: {commands}. Pass on the environment (env={{**os.environ, "
+            f"...}} in subprocess); set an empty {DRILL} for that program if it is not part of the rehearsal"
         )
 
     # ---- directories and checkpoints
@@ -476,7 +475,7 @@ class _Drill:
         path = self._folder / f"{log}.log"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         shown = text.rpartition("--- ")[2].splitlines()[1:][-lines:]
-        return ". It printed at last:\n" + "\n".join(f"  | {line}" for line in shown) if shown else ""
+        return ". Its last output:\n" + "\n".join(f"  | {line}" for line in shown) if shown else ""
 
     def _say(self, text: str) -> None:
         say(f"drill: {text}", file=sys.stderr, flush=True)

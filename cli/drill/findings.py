@@ -120,16 +120,16 @@ class Finding:
     def not_resumed(newest: int) -> Finding:
         return Finding(
             "not_resumed",
-            f"the program began from the beginning again, although step {newest} was saved",
-            "restore before the loop: state, start = checkpoint.restore_or_initialize(state, ...), and begin at start",
+            f"the program started from the beginning again, although step {newest} was saved",
+            "restore before the loop: state, start = checkpoint.restore_or_initialize(state, ...), and start there",
         )
 
     @staticmethod
     def new_directory(url: str, expected: Sequence[str]) -> Finding:
         return Finding(
             "new_directory",
-            f"the program writes to another directory when it is started again: {url}, and in the reference run to "
-            f"{shortened(expected)}; a run that is started again begins from the beginning",
+            f"the program writes to another directory when it is restarted: {url}, but in the reference run to "
+            f"{shortened(expected)}; a restarted run would begin from the beginning",
             "give the run a directory whose name does not change, without a date or a process number",
         )
 
@@ -165,8 +165,8 @@ class Causes:
             return [
                 Finding(
                     "not_saved_right",
-                    f"the checkpoint of step {first.step}, which was saved when the run was interrupted, holds other "
-                    "values than that of the undisturbed run",
+                    f"the checkpoint of step {first.step}, which was saved when the run was interrupted, has "
+                    "different values from that of the undisturbed run",
                     "pass on_step the state after the update, and change nothing before the next call",
                 ),
                 *restart,
@@ -177,7 +177,7 @@ class Causes:
                 "no generator, iterator or number that the drill can see differs from the undisturbed run",
                 "look for a shuffled DataLoader that was not handed over (hf.resumable), state dicts that were not "
                 "loaded, changes after on_step; and for what the drill cannot see: state in C++ or other processes, "
-                "files that the program reads on, the time, and the environment",
+                "files that the program keeps reading, the time, and the environment",
             )
         ]
 
@@ -202,8 +202,8 @@ class Causes:
             return Finding(
                 "unseeded",
                 f"two undisturbed runs differ from step {step} on, and the program holds a generator that draws from "
-                f"the operating system: {listed}. It has no state, so that a drill cannot tell whether the program has "
-                "drawn from it, and no resume brings back its numbers",
+                f"the operating system: {listed}. It has no state, so a drill cannot tell whether the program has "
+                "drawn from it, and no resume can repeat its numbers",
                 "draw from random.Random(seed), and pass it to restore_or_initialize and on_step as an extra; if the "
                 "steps do not draw from it, the computation itself is not deterministic: "
                 + _flags(self._reference.libraries),
@@ -293,7 +293,7 @@ def _not_restored(
     parents = [(f"{name}.", f"{name}[") for name, _, _ in entries]
     entries = [entry for entry in entries if not any(entry[0].startswith(beginnings) for beginnings in parents)]
     names = tuple(name for name, _, _ in entries)
-    after = f"after step {step}" + ("" if restored is None else f", the run having resumed from step {restored}")
+    after = f"after step {step}" + ("" if restored is None else f", in a run that resumed from step {restored}")
     listed = "; ".join(_described(name, fact) for name, fact, _ in entries[:4])
     more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
     plain = re.sub(r"\W.*", "", names[0]) or "rng"
@@ -307,7 +307,7 @@ def _not_restored(
         else:
             advice = (
                 "leave global_generators=True, and draw what the program needs once before restore_or_initialize; or "
-                "draw from a generator of its own (numpy.random.default_rng, torch.Generator, a jax key), and pass it "
+                "draw from a separate generator (numpy.random.default_rng, torch.Generator, a jax key), and pass it "
                 "to restore_or_initialize and on_step as an extra, such as rng=generator"
             )
     elif cause == "position" and in_lightning:
@@ -324,7 +324,7 @@ def _not_restored(
             f"such as data={plain}"
         )
         text = (
-            f"a shuffled DataLoader is not handed over: {listed}{more} has begun an epoch in another order, and at its "
+            f"a shuffled DataLoader is not handed over: {listed}{more} started an epoch in a different order, at its "
             f"first batch, {after}"
         )
     elif cause == "optimizer":
@@ -352,7 +352,7 @@ def _flags(libraries: Sequence[str]) -> str:
         flags.append("Trainer(deterministic=True)")
     if not os.environ.get("PYTHONHASHSEED", "").isdecimal():
         flags.append("PYTHONHASHSEED=0 where the order of a set matters")
-    flags.append("no sums in the order in which threads or processes end")
+    flags.append("no sums whose order depends on threads or processes")
     return "set " + "; ".join(flags) + "; then repeat the drill"
 
 
@@ -424,7 +424,7 @@ def print_report(report: Report) -> None:
             say()
             say(_wrapped(f"{title}: {line}"))
     if report.kept:
-        say(f"\nkept in {report.kept}: reference, interrupted, and what the program printed (*.log)")
+        say(f"\nkept in {report.kept}: reference, interrupted, and the output of the program (*.log)")
 
 
 def _wrapped(text: str) -> str:

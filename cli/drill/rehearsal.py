@@ -177,8 +177,8 @@ class Redirects:
         """Raise StateError for a location outside the rehearsal, because a write would change a real directory."""
         if not self._stands_in(url):
             raise StateError(
-                f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "
-                "stands in for it, so that nothing was changed; make the location with as_location(place, writes=True)"
+                f"{url}: the program is about to change this place in a rehearsal, but no folder of the rehearsal "
+                "stands in for it, so nothing was changed; create the location with as_location(place, writes=True)"
             )
 
     def _stands_in(self, url: str) -> bool:

@@ -120,7 +120,7 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
     if template.kind == "jax" and template.dtype is not None:
         actual = jax_leaves.narrowed(template.dtype)
         if actual is not None:
-            reason = f"; jax would make it {actual}: set jax_enable_x64, or ask for a numpy array"
+            reason = f"; jax would convert it to {actual}: set jax_enable_x64, or ask for a numpy array"
     is_new = template.cast or (template.leaf is None and template.variant is None)
     if (
         template.kind == "torch"
@@ -230,7 +230,7 @@ def _kind(name: str, request: LeafRequest) -> str | None:
     if sharding is None:
         return kind
     if kind not in {None, "jax"}:
-        raise OptionError(f"{format_path(name)}: sharding= is for jax arrays, and kind={kind!r} asks for another kind")
+        raise OptionError(f"{format_path(name)}: sharding= is for jax arrays, but kind={kind!r} asks for another kind")
     if not isinstance(sharding, required("jax").sharding.Sharding):
         raise OptionError(f"{format_path(name)}: sharding={sharding!r:.80} must be a jax.sharding.Sharding")
     return "jax"
@@ -428,7 +428,7 @@ def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> Le
     if now.is_like(then):
         return template
     return (
-        f"{format_path(template.name)}: expected {now} (the fresh state), found {then} (checkpoint), of a run that "
+        f"{format_path(template.name)}: expected {now} (the fresh state), found {then} (checkpoint), in a run that "
         f"began with {began}"
     )
 
@@ -449,7 +449,7 @@ def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
     """Return a template that restores a leaf as it was saved, as an array of the same library."""
     kind = kind or saved.kind
     if kind == STATIC:
-        raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: make it there")
+        raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: create it there")
     if kind not in {"jax", "key", "torch"}:
         return LeafTemplate(name, "any", None, None, None)
     return made_like(name, LeafRequest(kind="jax" if kind == "key" else kind, weak=saved.weak), saved)
@@ -474,7 +474,7 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
     if build is None and not (saved.kind in _PLAIN and saved.label is None) and saved.kind not in _PLAIN_WITH_LABEL:
         raise GrowthProblem(
             f"{format_path(name)}: {saved.label or saved.kind} with the keys {', '.join(segments)[:80]} (checkpoint), "
-            "which the fresh state lacks, and which cannot be made without its class: make it in the fresh state"
+            "which the fresh state lacks and which cannot be built without its class: create it in the fresh state"
         )
     pairs = zip(segments, saved.children, strict=True)
     children = [regrown(fresh.get(segment), child, prefix + segment) for segment, child in pairs]

@@ -278,7 +278,7 @@ def test_a_program_that_survives_everything(tmp_path: Path) -> None:
     kept = {path.name for path in (tmp_path / "kept").iterdir()}
     assert {"reference", "interrupted", "reference.log", "interrupted.log"} <= kept
     error = drill(tmp_path, "--keep", "kept", "--", *PROGRAM, "run", 40, status=2)["said"]
-    assert "--keep kept: this exists already" in error
+    assert "--keep kept: this already exists" in error
 
 
 @pytest.mark.parametrize(
@@ -371,8 +371,8 @@ with hf.CheckpointManager("a", options=options) as a, hf.CheckpointManager(os.pa
 @pytest.mark.parametrize(
     ("program", "cause", "said"),
     [
-        (WRITES_ELSEWHERE, "new_directory", "another directory when it is started again: run-"),
-        (NEVER_RESTORES, "not_resumed", "the program began from the beginning again, although step 3 was saved"),
+        (WRITES_ELSEWHERE, "new_directory", "another directory when it is restarted: run-"),
+        (NEVER_RESTORES, "not_resumed", "the program started from the beginning again, although step 3 was saved"),
     ],
     ids=["writes elsewhere", "never restores"],
 )
@@ -540,10 +540,10 @@ def test_several_directories_in_another_working_directory(tmp_path: Path) -> Non
         (["--", *PROGRAM, "run", 1], "ended after one step; a drill needs at least two"),
         (
             ["--", sys.executable, "-c", "print('hi')"],
-            r"ended \(status 0\), and no manager .* was told of a step.*\| hi",
+            r"ended \(status 0\), but reported no step to a manager.*\| hi",
         ),
         (["--steps", 4, "--at", 7, "--", *PROGRAM, "run", 9], "--at 7: the reference run had the steps 1, 2, 3, 4"),
-        (["--at", 2, "--steps", 4, "--", *PROGRAM, "run", 9, "fresh"], "when it was started again .* resume='never'"),
+        (["--at", 2, "--steps", 4, "--", *PROGRAM, "run", 9, "fresh"], "when it was restarted .* resume='never'"),
         (
             ["--hang-timeout", "4s", "--", *PROGRAM, "run", 9, "hang@2"],
             r"hangs: no sign of progress .* step 1.*in happen",
@@ -583,7 +583,7 @@ def test_a_program_with_an_environment_of_its_own(tmp_path: Path) -> None:
     arguments = ["--steps", 3, "--kinds", "term", "--at", 2, "--", sys.executable, "parent.py"]
     said = drill(tmp_path, *arguments, status=2)["said"]
     assert not (tmp_path / "real").exists()
-    assert "started another one with an environment of its own, without HOLDFAST_DRILL" in said
+    assert "started another one in a separate environment, without HOLDFAST_DRILL" in said
     assert "child.py. Pass on the environment (env={**os.environ, ...}" in said
 
 

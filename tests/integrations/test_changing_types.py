@@ -414,10 +414,10 @@ def test_a_program_that_begins_with_other_types_is_told(place: str) -> None:
         train(changed, update, place, 3)
     text = str(raised.value)
     assert (
-        "rate: expected float32[] (the fresh state), found weak float32[] (checkpoint), of a run that began with float"
+        "rate: expected float32[] (the fresh state), found weak float32[] (checkpoint), in a run that began with float"
     ) in text
     assert (
-        "average: expected int (the fresh state), found float32[] (checkpoint), of a run that began with float" in text
+        "average: expected int (the fresh state), found float32[] (checkpoint), in a run that began with float" in text
     )
     assert "params" not in text
     # To begin with what was saved, or with what jit cannot tell from it, changes nothing.
@@ -436,7 +436,7 @@ def test_a_class_that_the_fresh_state_lacks_is_told(place: str) -> None:
     with hf.CheckpointCallback(place) as checkpoint:
         checkpoint.restore_or_initialize(state)
         checkpoint.on_step(1, {**state, "history": [optax.EmptyState(), State(jnp.ones(2))]})
-    with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.TreeMismatchError, match="make it in the fresh"):
+    with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.TreeMismatchError, match="create it in"):
         checkpoint.restore_or_initialize(state)
 
 
