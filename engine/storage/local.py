@@ -199,7 +199,7 @@ class LocalBackend:
             descriptor = (_open if cached else _open_direct)(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 try:
-                    _allocate(descriptor, size if cached else round_up(size))  # detects a full disk before any write
+                    _allocate(descriptor, size if cached else round_up(size))
                     yield LocalDataWriter(descriptor, cached)
                     if size % PAGE and not cached:
                         os.ftruncate(descriptor, size)
