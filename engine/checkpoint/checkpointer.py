@@ -135,8 +135,10 @@ class Checkpointer:
             if not claimed:
                 return None
             items = save.write(awaited)
-            record = None if items is None else CheckpointRecord(items=items, time=self._clock.now())
-            return save.commit(record)[1]
+            return save.commit(None if items is None else self._record(items))[1]
+
+    def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+        return CheckpointRecord(items=items, time=self._clock.now())
 
     def _read(self, path: Place, read: Callable[[StoredItems, str], Any]) -> Any:
         location = as_location(path)
