@@ -198,7 +198,7 @@ class LocalBackend:
                 os.unlink(key)  # processes that have the old file open can still read it
             descriptor = (_open if cached else _open_direct)(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                try:
+                with open(descriptor, "wb", buffering=0):
                     _allocate(descriptor, size if cached else round_up(size))
                     yield LocalDataWriter(descriptor, cached)
                     if size % PAGE and not cached:
@@ -207,8 +207,6 @@ class LocalBackend:
                         os.fsync(descriptor)
                     else:
                         _advise(descriptor, _WRITE_BACK)
-                finally:
-                    os.close(descriptor)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(key)
