@@ -272,17 +272,19 @@ class StepRestorer:
             before = newest_with(item, self.run.steps.infos(), step)
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
             _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
-        values: dict[str, Any] | None = {}
+        values = {}
         try:
             for name, wanted in self.items.to_restore(stored, items, kwargs, shared).items():
                 values[name] = stored.restore(*wanted)
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            values = None
-        if shared is not None:  # before the step is read again, which other processes may not do
+            if shared is not None:  # other processes may not reread the step
+                shared.leave()
+            return self._read(step, items, kwargs, None, attempt + 1)
+        if shared is not None:
             shared.leave()
-        return self._read(step, items, kwargs, None, attempt + 1) if values is None else self.items.as_given(values)
+        return self.items.as_given(values)
 
     @contextlib.contextmanager
     def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
