@@ -24,8 +24,7 @@ from ..errors import UnsupportedLeafError
 from ..pytree import Part, format_path, whole
 from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
-from .grid import ArraySpec
-from .plan import Catalog, ChunkIds
+from .plan import ArraySpec, Catalog, ChunkIds
 
 _ROUNDS = 8  # maximum number of iterations to balance the loads of overlapping groups
 

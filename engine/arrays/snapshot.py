@@ -173,7 +173,7 @@ class KnownTree:
         self._nbytes = sum(piece.array.nbytes for leaf in self._copies for piece in _pieces(leaf))
         self._arrays = [_pieces(copies[position])[0].array for position in self._leaves.arrays]
         arrays = [_pieces(copies[position])[0].array for position in self._leaves.tensors]
-        tensors = tensors_over(arrays, self._leaves.tensor_facts)
+        tensors = tensors_over(arrays, self._leaves.tensor_facts) if arrays else []  # torch may not be imported
         numbers = batches(range(len(arrays)), lambda number: arrays[number].nbytes, _BATCH)
         self._tensors = [([tensors[number] for number in batch], batch[0]) for batch in numbers]
 

@@ -127,31 +127,38 @@ class StepRestorer:
         self, items: Any, kwargs: Mapping[str, Any], named: int | None = None, *, peeks: bool = False
     ) -> ReadStep | None:
         """Read the newest step that is intact on all processes, or the given one; skip damaged steps with a warning."""
-        read = partial(self._read_everywhere, items=items, kwargs=kwargs)
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
+        replaced: set[int] = set()  # damaged steps that another storage tier has replaced
         steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)
             if not is_here and not self.run.fetch(step):
                 continue
-            values, damage = ({}, None) if peeks and not items else read(step)
-            if damage is None:
+            if peeks and not items:
+                return step, {}, damaged
+            values = None
+            with self._read_by_all(step) as (shared, damages):
+                values = self._read(step, items, kwargs, shared)
+            if not damages:
                 return step, values, damaged
-            if step in self.run.steps.borrowed:
+            (damage,) = damages
+            if step in replaced:
+                replaced.remove(step)
+                self._drop(step, damage)
+            elif step in self.run.steps.borrowed:
                 text = "%s: the local step %d is damaged and passed over, on process %d: %s"
                 _logger.warning(text, directory, step, damage.process, damage.reason)
                 self._drop(step, damage)
                 damaged.clear()
                 steps = self._newest_first(named)
                 continue
-            if is_here and not damage.deleted and (place := self.run.fetch(step, overwrite=True)) is not None:
+            elif is_here and not damage.deleted and (place := self.run.fetch(step, overwrite=True)) is not None:
                 self._stands_in(place, step, damage)
-                values, damage = read(step)
-                if damage is None:
-                    return step, values, damaged
-                self._drop(step, damage)
+                replaced.add(step)
+                steps.insert(0, (step, True))
+                continue
             if damage.deleted:  # by the run that writes to this directory, which has newer steps
                 if step in missing:
                     if named is not None:
@@ -265,8 +272,10 @@ class StepRestorer:
             before = newest_with(item, self.run.steps.infos(), step)
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
             _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
+        values = {}
         try:
-            values = self.items.restore(stored, items, kwargs, shared)
+            for name, wanted in self.items.to_restore(stored, items, kwargs, shared).items():
+                values[name] = stored.restore(*wanted)
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
@@ -275,14 +284,16 @@ class StepRestorer:
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
-        return values
+        return self.items.as_given(values)
 
-    def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
-        """Read a step on all processes; return its items and the first damage found on any process."""
-        values = damage = broken = None
+    @contextlib.contextmanager
+    def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
+        """Let all processes read a step in the block, and then list the first damage found on any process."""
+        damage = broken = None
+        damages: list[_Damage] = []
         with self._shared_reads(together=True) as shared:
             try:
-                values = self._read(step, items, kwargs, shared)
+                yield shared, damages
             except PeerFailedError as error:  # the actual cause, damage or a fatal error, is determined below
                 broken = error
             except BaseException as error:
@@ -295,11 +306,9 @@ class StepRestorer:
                 else:
                     self.run.processes.fail("restored", error)
                     raise
-            first = self.run.processes.first("restored", damage)
-        if first is not None:
-            self.items.damage_found()
-            process, fields = first
-            return values, _Damage(*fields)._replace(process=process)
-        if broken is not None:
-            raise broken
-        return values, None
+            if (found := self.run.processes.first("restored", damage)) is not None:
+                self.items.damage_found()
+                process, fields = found
+                damages.append(_Damage(*fields)._replace(process=process))
+            elif broken is not None:
+                raise broken

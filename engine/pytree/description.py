@@ -202,7 +202,7 @@ class KnownLeaves:
             groups["other" if is_alone else kind].append(position)
         # Numpy arrays; small host tensors; single-device jax arrays; numbers and None; all others.
         self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
-        self.tensor_facts = small_facts([values[position] for position in self.tensors])
+        self.tensor_facts = small_facts([values[position] for position in self.tensors]) if self.tensors else []
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
         self._whole = WholeArrays([values[position] for position in self.whole])
         self._others = [_facts(leaves[position]) for position in self.others]

@@ -253,8 +253,6 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
 
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return destination tensors that share memory with the arrays and have the dtypes in the facts."""
-    if not arrays:
-        return []  # torch may not have been imported
     with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
         return [encoding_of(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
 

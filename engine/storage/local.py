@@ -16,9 +16,9 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..errors import DamagedCheckpointError
 from ..forks import Lock
@@ -30,8 +30,6 @@ from .status import check_extent, os_errors, truncated
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-T = TypeVar("T")
 
 HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which TensorStore also hides in its own listings
 
@@ -191,34 +189,28 @@ class LocalBackend:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                     raise
 
-    def write_data(
-        self,
-        key: str,
-        size: int,
-        segments: Sequence[Segment],
-        awaited: threading.Event | None,
-        *,
-        sync: bool = True,
-    ) -> None:
-        stop = threading.Event()
+    @contextlib.contextmanager
+    def new_data(self, key: str, size: int, *, sync: bool) -> Iterator[LocalDataWriter]:
+        """Create a data file for the block to write; delete it if the block raises an error."""
         cached = size <= BLOCK
-        with os_errors(key, "write"), _new_file(key, size, cached=cached) as descriptor:
-            filled = [segment for segment in segments if segment.size]
-            parallel_map(
-                partial(_write_segment, descriptor, stop, cached),
-                filled,
-                THREADS,
-                beside=THREADS_BESIDE,
-                awaited=awaited,
-                name="holdfast-write",
-                stop=stop,
-            )
-            if size % PAGE and not cached:
-                os.ftruncate(descriptor, size)
-            if sync:
-                os.fsync(descriptor)
-            else:
-                _advise(descriptor, _WRITE_BACK)
+        with os_errors(key, "write"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(key)  # processes that have the old file open can still read it
+            descriptor = (_open if cached else _open_direct)(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                with open(descriptor, "wb", buffering=0):
+                    _allocate(descriptor, size if cached else round_up(size))
+                    yield LocalDataWriter(descriptor, cached)
+                    if size % PAGE and not cached:
+                        os.ftruncate(descriptor, size)
+                    if sync:
+                        os.fsync(descriptor)
+                    else:
+                        _advise(descriptor, _WRITE_BACK)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(key)
+                raise
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         return LocalDataReader(key, cached=cached)
@@ -276,6 +268,33 @@ class LocalBackend:
                 return None
 
 
+@dataclass(frozen=True, slots=True)
+class LocalDataWriter:
+    """A new data file on a local file system. Several threads may write its segments at the same time."""
+
+    descriptor: int
+    cached: bool  # whether to write through the page cache
+    stop: threading.Event = field(default_factory=threading.Event)  # set to end the writes of all segments early
+
+    def write(self, segment: Segment) -> None:
+        position = segment.offset
+        size, page = (_CACHED_BLOCK, 1) if self.cached else (BLOCK, PAGE)
+        with _blocks.block() as block:
+            for data in _filled_blocks(segment, block.data[:size], self.stop, page):
+                written = 0
+                while written < len(data):
+                    rest, offset = data[written:], position + written
+                    try:
+                        count = os.pwrite(self.descriptor, rest, offset)
+                    except OSError as error:
+                        _leave_direct(self.descriptor, error)
+                        count = os.pwrite(self.descriptor, rest, offset)
+                    if count <= 0:
+                        raise OSError(errno.EIO, f"the system wrote {count} of {len(rest)} bytes")
+                    written += count  # if a partial write ends within a page, the next one uses buffered I/O
+                position += written
+
+
 class LocalDataReader(DataReader):
     """A reader for one data file on a local file system. See ``Location.open_data`` for ``cached``."""
 
@@ -315,9 +334,14 @@ class LocalDataReader(DataReader):
                 _advise(self._descriptor, _AHEAD)
             while filled < needed:
                 read = os.preadv if hasattr(os, "preadv") else _preadv
-                count = _transfer(read, self._descriptor, [memory[filled:end].data], first + filled)
+                target, start = [memory[filled:end].data], first + filled
+                try:
+                    count = read(self._descriptor, target, start)
+                except OSError as error:
+                    _leave_direct(self._descriptor, error)
+                    count = read(self._descriptor, target, start)
                 if not count:
-                    raise truncated(self._path, first + filled, offset, length)
+                    raise truncated(self._path, start, offset, length)
                 filled += count
         return memory[lead:needed]
 
@@ -335,17 +359,6 @@ def _lock_request(descriptor: int, request: int, lock_type: int) -> int:
     """Set or test a lock on an open file description, and return the lock type that the kernel reports."""
     lock = struct.pack(_LOCK, lock_type, os.SEEK_SET, 0, 0, 0)
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
-
-
-def _transfer(call: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
-    """Read or write, and fall back to buffered I/O if the file system refuses direct I/O."""
-    try:
-        return call(descriptor, memory, offset)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        _make_buffered(descriptor)
-        return call(descriptor, memory, offset)
 
 
 def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -417,38 +430,6 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-@contextlib.contextmanager
-def _new_file(path: str, size: int, *, cached: bool) -> Iterator[int]:
-    """Create a data file and yield its descriptor; delete the file if the block raises an error."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # processes that have the old file open can still read it
-    descriptor = (_open if cached else _open_direct)(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        try:
-            _allocate(descriptor, size if cached else round_up(size))  # detects a full disk before any direct write
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-
-
-def _write_segment(descriptor: int, stop: threading.Event, cached: bool, segment: Segment) -> None:
-    position = segment.offset
-    size, page = (_CACHED_BLOCK, 1) if cached else (BLOCK, PAGE)
-    with _blocks.block() as block:
-        for data in _filled_blocks(segment, block.data[:size], stop, page):
-            written = 0
-            while written < len(data):
-                count = _transfer(os.pwrite, descriptor, data[written:], position + written)
-                if count <= 0:
-                    raise OSError(errno.EIO, f"the system wrote {count} of {len(data) - written} bytes")
-                written += count  # if a partial write ends within a page, the next one uses buffered I/O
-            position += written
-
-
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
     """Collect the parts of a segment in a block and yield it whenever it is full; pad the last block to whole pages."""
     filled, remaining = 0, segment.size
@@ -508,6 +489,13 @@ def is_direct(descriptor: int) -> bool:
 def _make_buffered(descriptor: int) -> None:
     """Switch a file descriptor to buffered I/O, which affects all threads that use it."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _leave_direct(descriptor: int, refusal: OSError) -> None:
+    """Switch to buffered I/O if the file system may have refused direct I/O; otherwise, raise the error."""
+    if refusal.errno != errno.EINVAL:
+        raise refusal
+    _make_buffered(descriptor)
 
 
 def _allocate(descriptor: int, size: int) -> None:

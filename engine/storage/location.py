@@ -565,7 +565,16 @@ class Location:
         keyed = [((self / file.name)._key, file.size, file.segments) for file in files]
         if isinstance(backend, LocalBackend):
             for key, size, segments in keyed:
-                backend.write_data(key, size, segments, awaited, sync=sync)
+                with backend.new_data(key, size, sync=sync) as writer:
+                    parallel_map(
+                        writer.write,
+                        [segment for segment in segments if segment.size],
+                        local.THREADS,
+                        beside=local.THREADS_BESIDE,
+                        awaited=awaited,
+                        name="holdfast-write",
+                        stop=writer.stop,
+                    )
         else:
             parallel_map(lambda file: backend.write_data(*file), keyed, UPLOADS, name="holdfast-upload")
 

@@ -87,8 +87,10 @@ class FileLock:
                 self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
-        """Write the content of the locked file, which must be empty; ``sync`` makes it durable."""
-        assert self.descriptor is not None
+        """Write the content of the file, which must be empty if it is locked; ``sync`` makes it durable."""
+        if self.descriptor is None:
+            self._file.write_bytes(content, atomic=False, sync=sync)
+            return
         with os_errors(self._file.url, "write"):
             written = 0
             while written < len(content):  # a write may be partial if the disk becomes full
@@ -141,12 +143,6 @@ class SaveLock(FileLock):
             is_made = self._file.write_bytes_if(b"", None)
         if not is_made:
             raise self.conflict()
-
-    def write(self, content: bytes, *, sync: bool) -> None:
-        if self.descriptor is None:
-            self._file.write_bytes(content, atomic=False, sync=sync)
-        else:
-            super().write(content, sync=sync)
 
     def take_over(self) -> bool:
         """Lock the marker of a dead save so that its files can be removed; return whether the marker exists.

@@ -19,8 +19,8 @@ import holdfast as hf
 from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, segment_parts, write_compressed
-from holdfast.engine.arrays.grid import ArraySpec
 from holdfast.engine.arrays.plan import (
+    ArraySpec,
     Layout,
     PlannedFile,
     PlannedSegment,

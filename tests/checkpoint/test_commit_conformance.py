@@ -30,7 +30,8 @@ from holdfast.engine.storage.memory import MemoryBackend
 from holdfast.integrations.components import layout
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = ("write_bytes", "write_data", "make_directory", "sync_directory", "rename", "remove", "remove_tree")
+OPERATIONS = ("write_bytes", "make_directory", "sync_directory", "rename", "remove", "remove_tree")
+WRITES_OF_DATA = {LocalBackend: "new_data", MemoryBackend: "write_data"}  # the operation that writes a data file
 
 
 @pytest.fixture(params=list(KINDS))
@@ -76,8 +77,8 @@ def _stops(patch: pytest.MonkeyPatch, make: Callable[[], BaseException], first: 
 
         return call
 
-    for backend in (LocalBackend, MemoryBackend):
-        for name in OPERATIONS:
+    for backend, of_data in WRITES_OF_DATA.items():
+        for name in (*OPERATIONS, of_data):
             patch.setattr(backend, name, stopping(getattr(backend, name)))
     return begun
 
@@ -310,16 +311,16 @@ def test_a_save_that_begins_meanwhile(
         kind.save(place, old)
     intruder = KINDS["tree"] if kind.name == "step" else kind
     outcome: list[Any] = []
-    for backend in (LocalBackend, MemoryBackend):
-        real = backend.write_data
+    for backend, of_data in WRITES_OF_DATA.items():
+        real = getattr(backend, of_data)
 
-        def interrupted(self: Any, *args: Any, real: Any = real, **options: Any) -> None:
+        def interrupted(self: Any, *args: Any, real: Any = real, **options: Any) -> Any:
             if not outcome:
                 outcome.append("begun")
                 outcome.append(_conflict_of(intruder, kind.path(place), 4))
-            real(self, *args, **options)
+            return real(self, *args, **options)
 
-        monkeypatch.setattr(backend, "write_data", interrupted)
+        monkeypatch.setattr(backend, of_data, interrupted)
     conflict = _conflict_of(kind, place, 2)
     if hf.storage.as_location(store).is_local:
         assert conflict is None
