@@ -72,7 +72,7 @@ class CallbackOptions(CheckpointOptions):
             raise OptionError(f"resume={resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
         if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in self.replicated):
             raise OptionError(
-                f"replicated={self.replicated!r} must be the names of extras, such as ['data'], or of state of a "
+                f"replicated={self.replicated!r} must name extras, such as ['data'], or parts of the state of a "
                 "Lightning trainer, such as ['loaders']"
             )
         if self.partial not in (None, *get_args(get_args(Partial)[0])):
@@ -131,7 +131,7 @@ def _signal(name: Any) -> signal.Signals:
     member = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")
     if member is None or member.name in ("SIGKILL", "SIGSTOP"):
         raise OptionError(
-            f"signals: {name!r} is not a signal that a process can handle; give names such as 'SIGTERM', 'SIGINT' or "
+            f"signals: {name!r} is not a signal that a process can handle; pass names such as 'SIGTERM', 'SIGINT' or "
             "'SIGUSR1'"
         )
     return member

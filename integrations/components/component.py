@@ -142,7 +142,7 @@ class Checkpointable:
         try:
             return str(run_on_primary(f"saving components to {where}", [], work, coordinator))
         except BarrierTimeoutError as error:
-            advice = "Call it on process 0, too, or save from this process alone, with coordinator=hf.processes.Alone()"
+            advice = "Also call it on process 0, or save from this process alone, with coordinator=hf.processes.Alone()"
             raise BarrierTimeoutError(f"{error}. {advice}", error.missing) from None
 
     def restore_from_path(
@@ -301,8 +301,8 @@ def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
     if there is not None and target.path[:1] not in own_names and not is_part:
         name = format_component_path(target.path)
         raise OptionError(
-            f"{saved.location} is a tree that has a component {name!r} itself, and component= names the part of the "
-            f"program that gets the state at path. Pass path={there.location.url!r}; or leave component= out to "
+            f"{saved.location} is a tree that itself has a component {name!r}, but component= names the part of the "
+            f"program that gets the state at path. Pass path={there.location.url!r}, or omit component= to "
             "restore the whole tree; nothing was changed"
         )
 

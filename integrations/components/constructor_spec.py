@@ -104,7 +104,7 @@ def encode_spec(
 
 def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any:
     if depth > _WRITTEN_DEPTH:
-        raise NotData("is nested too deeply, or holds itself")
+        raise NotData("is nested too deeply, or contains itself")
     within = functools.partial(_encode, reference=reference, nested=nested, depth=depth + 1)
     cls = type(value)
 
@@ -186,11 +186,11 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
         is_known = str(value.dtype).removeprefix("torch.") in _TORCH_DTYPES
         if not (plain and is_known) or value.numel() * value.element_size() > _ARRAY_LIMIT:
-            raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
+            raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; it belongs in the state")
         return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
     if is_jax_array(value):
         if not value.is_fully_addressable or value.size * value.dtype.itemsize > _ARRAY_LIMIT:
-            raise NotData(f"is an array of {value.dtype}{list(value.shape)} of jax; those belong to the state")
+            raise NotData(f"is a jax array of {value.dtype}{list(value.shape)}; it belongs in the state")
         if is_key(value):
             jax: Any = loaded("jax")
             return {"key": [str(jax.random.key_impl(value)), *_array(np.asarray(jax.random.key_data(value)))]}
@@ -205,7 +205,7 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
 
 def _array(array: Any, limit: int | None = _ARRAY_LIMIT) -> list[Any]:
     if limit is not None and array.nbytes > limit:
-        raise NotData(f"is an array of {array.nbytes} bytes; those belong to the state")
+        raise NotData(f"is an array of {array.nbytes} bytes; it belongs in the state")
     if array.dtype.hasobject or array.dtype.names is not None:
         raise NotData(f"is an array of {array.dtype}")
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
@@ -232,7 +232,7 @@ def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: s
     except ConstructorFailed:
         raise
     except Exception as error:
-        error.add_note(f"raised by the constructor of {cls.__qualname__}, called as {where} says")
+        error.add_note(f"raised by the constructor of {cls.__qualname__}, called with the arguments in {where}")
         raise ConstructorFailed(error) from None
 
 
@@ -349,7 +349,7 @@ def available(text: str) -> str:
     if there and device == "cuda" and int(text.partition(":")[2] or 0) >= torch.cuda.device_count():
         return "cuda"
     if not there:
-        _logger.warning("a constructor argument names the device %r, which this machine lacks; it gets 'cpu'", text)
+        _logger.warning("a constructor argument names the device %r, which this machine lacks; using 'cpu'", text)
     return text if there else "cpu"
 
 

@@ -142,14 +142,14 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         if item is not None and not isinstance(item, type):
             if overrides or trust or allowed or renamed:
                 raise OptionError(
-                    "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
+                    "overrides=, trust=, allowed= and renamed= apply to a new component, but a running one was given"
                 )
             strict = strict and misfits is None
             kept = kept_values(keep)
             TreeRestore(live_tree(item), saved, strict=strict, keep=kept, misfits=misfits, modes=modes).run()
             return item
         if keep is not None:
-            raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
+            raise OptionError("keep= applies to a running component, but none was given; name values in overrides=")
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
         return TreeConstruction(saved, item or object, permissions).run(overrides or {}, strict=strict)
 

@@ -88,10 +88,10 @@ class Description:
         version = body.get("layout")
         match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
         if match is None:
-            raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
+            raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a layout version")
         if int(match[1]) > VERSION[0]:
             raise FormatVersionError(
-                f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
+                f"{source}: the component has layout version {version}, but this holdfast reads up to version "
                 f"{VERSION[0]}.x; upgrade holdfast to read it"
             )
         try:
@@ -184,13 +184,13 @@ class ComponentParts(CommitParts):
         whole = whole_around(location)
         if whole is not None and whole[2] in parts_of(whole[1]):
             raise CheckpointExistsError(
-                f"{location} is a part of the tree at {whole[0]}, which would not be whole any more; save to another "
+                f"{location} is a part of the tree at {whole[0]}, which this save would break; save to another "
                 "path, or save the whole tree again"
             )
         around = record_at(location.parent)
         if around is not None and location.name in {item.folder for item in around.items.values()}:
             raise CheckpointExistsError(
-                f"{location} is an item of the checkpoint at {location.parent}, which would not be whole any more; "
+                f"{location} is an item of the checkpoint at {location.parent}, which this save would break; "
                 "save to another path"
             )
 
@@ -203,12 +203,12 @@ class ComponentParts(CommitParts):
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
         if record is None:
             raise DamagedCheckpointError(
-                f"{self.location}: the commit record of the tree there is damaged, so what belongs to it is unknown; "
+                f"{self.location}: the commit record of the tree there is damaged, so its files are unknown; "
                 "choose another path, or remove the directory"
             )
         if parts_of(record).keys() != set(map(_path_of, record.items)):
             raise CheckpointExistsError(
-                f"{self.location}: the checkpoint there is none of components; choose another path"
+                f"{self.location}: the checkpoint there is not a tree of components; choose another path"
             )
 
     def withdraw(self, record: CheckpointRecord) -> None:

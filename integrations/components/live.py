@@ -109,7 +109,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
             if below in taken or any(taken.get(parent) for parent in above):
                 raise OptionError(
                     f"{type(owner.value).__qualname__} has two components called {name!r}, or one inside the other; "
-                    "every component needs a name of its own"
+                    "every component needs its own name"
                 )
             taken |= {**dict.fromkeys(above, False), below: True}
             path = (*owner.path, *below)

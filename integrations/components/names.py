@@ -48,7 +48,7 @@ def format_component_path(path: Path) -> str:
 def named_path(name: object, owner: object) -> Path:
     """Return the path from a component to its child component with the given name."""
     if not isinstance(name, str) or not all(name.split("/")):
-        raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
+        raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names must be non-empty text")
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
 
 

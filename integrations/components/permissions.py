@@ -59,7 +59,7 @@ def _add(target: Any, allowed: dict[str, Any], patterns: list[str], option: str)
     elif callable(target) and hasattr(target, "__qualname__"):
         allowed[import_path(target)] = target
     else:
-        raise OptionError(f"{option}{target!r:.80} is neither a class or function nor a pattern of import paths")
+        raise OptionError(f"{option}{target!r:.80} is not a class, a function or a pattern of import paths")
 
 
 def rename(old: str, new: Any) -> None:
@@ -131,8 +131,8 @@ class Permissions:
             return self._defined_at(_imported(path, where), path, where)
         raise NotAllowedError(
             f"{where} names {named}, which is not allowed: nothing was imported. Import its module first if it is a "
-            "class of components, or pass allowed=[...] with it, or trust=True if you know where this checkpoint comes "
-            "from; renamed={'" + path + "': ...} if it has another name now"
+            "component class, or list it in allowed=[...], or pass trust=True if you know where this checkpoint comes "
+            "from; pass renamed={'" + path + "': ...} if its name has changed"
         )
 
     def _matches(self, path: str) -> bool:
@@ -148,7 +148,7 @@ class Permissions:
             return target
         raise NotAllowedError(
             f"{where} names {path}, which is {home or 'neither a class nor a function'} and not allowed by that name: "
-            "it was not called. Pass allowed=[...] with it if it is needed"
+            "it was not called. If you need it, list it in allowed=[...]"
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:
@@ -173,7 +173,7 @@ def _imported(path: str, where: str) -> Any:
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise OptionError(
-            f"{where} names {path}, which cannot be imported: {error}. If it has another name now, pass "
+            f"{where} names {path}, which cannot be imported: {error}. If its name has changed, pass "
             f"renamed={{{path!r}: ...}}"
         ) from error
     return target

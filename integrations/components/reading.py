@@ -156,8 +156,8 @@ def open_component(location: Location) -> SavedComponent:
         return of_record(location, read_record(location))
     if location.is_local and location.exists() and not location.is_directory():
         raise CheckpointNotFoundError(
-            f"{location}: this is a file; a component is a directory. hf.load reads files of other libraries, and "
-            "set_state takes what it returns"
+            f"{location}: this is a file, but a component is a directory. Read files of other libraries with hf.load, "
+            "and pass the result to set_state"
         )
     return RLlibComponent(location) if looks_like_rllib(location) else _part_of_a_whole(location)
 
@@ -168,7 +168,7 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
         trees = [str(location / item.folder) for item in record.items.values() if item.kind == COMPONENTS]
         hint = "read it with hf.load, or restore it with the class that saved it"
         raise CheckpointNotFoundError(
-            f"{location}: the checkpoint here is none of components, its items are {', '.join(sorted(record.items))}; "
+            f"{location}: this checkpoint is not a component tree, its items are {', '.join(sorted(record.items))}; "
             + (f"one of these is a tree of components: give {' or '.join(trees)}" if trees else hint)
         )
     return NativeComponent(location, parts)
@@ -211,7 +211,7 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
         around = None if outer is None else (outer[0], outer[1], (*outer[2], *rest))
     if path[-1] == STATE and path[:-1] in parts:
         raise CheckpointNotFoundError(
-            f"{location}: this is the folder of a component's state; give the component's directory, the one above"
+            f"{location}: this folder holds a component's state; give the component's directory, one level up"
         )
     names = ", ".join(format_component_path(path) for path in parts if path) or "none but itself"
     inside = [format_component_path(other) for other in parts if other[: len(path)] == path]
@@ -227,7 +227,7 @@ def _what_is_at(location: Location) -> str:
             items = [directory / item.folder for item in record.items.values() if item.kind == COMPONENTS]
             if trees := [directory] if () in parts_of(record) else items:
                 return f"; there is one at {trees[0]}"
-    return ", nor in the directories right below"
+    return ", nor in the directories directly below"
 
 
 def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
@@ -298,8 +298,8 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
     tree = visit(structure, tree)
     for label in sorted(lost):
         _logger.warning(
-            "%s: the state holds a %s, and the program has no such class with the same fields, so that set_state of %s "
-            "gets a dictionary of its fields; import the class before the restore, or allow it (components.allow)",
+            "%s: the state holds a %s, but the program has no such class with the same fields, so set_state of %s "
+            "gets a dictionary of the fields; import the class before the restore, or allow it (components.allow)",
             *(where, label, type(component).__qualname__),
         )
     return tree

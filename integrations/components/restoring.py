@@ -25,8 +25,8 @@ _logger = logging.getLogger("holdfast")
 # Returns True if the program keeps its own value at a path in a component.
 Keep = Callable[[Path, SavedLeaf | None], bool]
 _KEPT = (
-    "; nothing was changed. A path is that of the component and that of the value in it, such as "
-    "'learner/optimizer/**'; a component that has a set_state of its own takes all of its state"
+    "; nothing was changed. A path is the component's path followed by the value's, such as "
+    "'learner/optimizer/**'; a component with its own set_state takes all of its state"
 )
 
 
@@ -51,7 +51,7 @@ class TreeRestore:
         self._origins = self._match(self.target)
         missing = self._missing()
         if self.strict and missing:
-            headline = "does not have all components of the program (strict=True); nothing was changed:"
+            headline = "lacks components of the program (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", missing)
         live = paths_of(self.target.root)
         opened = {path: _opened(origin, live[path]) for path, origin in self._origins.items()}
@@ -184,7 +184,7 @@ class TreeRestore:
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
             except Exception:  # the caller must get the original error of the restore
-                _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
+                _logger.warning("%s: its state could not be reverted", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
         """Remove the restored optimizer values of all parameters in the tree that did not fit."""
@@ -229,7 +229,7 @@ def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
     if component in ("", "(root)", ".", "/"):
-        raise OptionError(f"component={component!r} is no part of the tree; leave component= out to restore all of it")
+        raise OptionError(f"component={component!r} is not a part of the tree; omit component= to restore all of it")
     by_path = paths_of(live)
     return by_path[find(component, by_path, type(live.value).__qualname__)]
 
@@ -269,7 +269,7 @@ class TreeConstruction:
     def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
         description, where = saved.description, str(saved.location)
         if saved.path in self.under_way:
-            raise DamagedCheckpointError(f"{where}: its constructor spec needs the component itself, or one that does")
+            raise DamagedCheckpointError(f"{where}: its constructor spec depends on itself, directly or indirectly")
         self.under_way.add(saved.path)
         cls = self._class(description.type, base, where)
         if cls is not None and description.constructor is not None:
@@ -279,7 +279,7 @@ class TreeConstruction:
         if cls is not None and not overrides and not self.fallback:
             raise OptionError(
                 f"{where}: the constructor arguments of {description.type} were not saved: {description.obstacle}. "
-                "Make it yourself and call restore_from_path, or pass them by name"
+                "Create it yourself and call restore_from_path, or pass them by name"
             )
         return construct(cls or base, (), overrides, where)
 
@@ -290,13 +290,13 @@ class TreeConstruction:
             cls = self.permissions.resolve(path, where, made=True)
         except (NotAllowedError, OptionError):
             if self.fallback and base is self.base:
-                _logger.warning("%s: %s is unknown; fallback=True makes a %s", where, path, base.__qualname__)
+                _logger.warning("%s: %s is unknown; fallback=True creates a %s", where, path, base.__qualname__)
                 return None
             raise
         if not isinstance(cls, type) or not issubclass(cls, base):
             raise OptionError(
-                f"{where} holds a {path}, which is no {import_path(base)}: call from_checkpoint on a class that it "
-                "derives from, or point it at another component"
+                f"{where} holds a {path}, which is not a {import_path(base)}: call from_checkpoint on one of its "
+                "base classes, or point it at another component"
             )
         return cls
 
@@ -310,8 +310,8 @@ class TreeConstruction:
             bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
         except TypeError as error:
             raise OptionError(
-                f"{where}: the constructor of {cls.__qualname__} does not take the saved arguments any more: {error}. "
-                "Make the object yourself and call restore_from_path"
+                f"{where}: the constructor of {cls.__qualname__} no longer takes the saved arguments: {error}. "
+                "Create the object yourself and call restore_from_path"
             ) from error
         last_of = {parameter.kind: name for name, parameter in signature.parameters.items()}
         unnamed = last_of.get(inspect.Parameter.VAR_POSITIONAL, "")  # name of the *args parameter
@@ -333,7 +333,7 @@ class TreeConstruction:
         given = {**decoded, **overrides}
         every = given | {f"*{index}": value for index, value in enumerate(rest)}
         if missing := [f"{name} ({value.reason})" for name, value in every.items() if isinstance(value, Missing)]:
-            problem = f"these arguments of {cls.__qualname__} were not kept; pass them by name"
+            problem = f"these arguments of {cls.__qualname__} were not saved; pass them by name"
             raise OptionError(f"{where}: {problem}: {', '.join(missing)}")
         bound.arguments = {name: given.pop(name) for name in names if name in given}
         bound.arguments |= {name: value for name, value in ((unnamed, rest), (others, given)) if value}
@@ -341,7 +341,7 @@ class TreeConstruction:
             signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
             raise OptionError(
-                f"{where}: {cls.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
+                f"{where}: {cls.__qualname__} cannot be created from the saved arguments: {error}; pass it by name"
             ) from error
         return construct(cls, bound.args, bound.kwargs, where)
 
@@ -351,7 +351,7 @@ class TreeConstruction:
         start = self.saved.description.path
         saved = descend(self.saved, goal[len(start) :]) if goal[: len(start)] == start else None
         if saved is None:
-            return Missing(f"it is the component {format_component_path(goal)}, which is not part of what is loaded")
+            return Missing(f"it is the component {format_component_path(goal)}, which is not being loaded")
         if saved.path not in self.made:
             self.made[saved.path] = self.make(saved, object, {})
         return self.made[saved.path]

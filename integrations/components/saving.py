@@ -106,9 +106,9 @@ def prepare(
     if layout is not None and not isinstance(layout, Layout):
         raise OptionError(f"layout={layout!r:.80} must be a Layout, such as hf.Layout(compression=3)")
     if use_msgpack and layout is not None and layout.compression is not None:
-        raise OptionError("use_msgpack=True: arrays in msgpack are not compressed; leave out one of the two")
+        raise OptionError("use_msgpack=True does not work with compression: arrays in msgpack are not compressed")
     if state is not None and not isinstance(state, Mapping):
-        raise OptionError(f"state= must be a dictionary as get_state() returns it, found {type(state).__name__}")
+        raise OptionError(f"state= must be a dictionary like that of get_state(), found {type(state).__name__}")
     live = live_tree(root)
     states = _own_states(live) if state is None else _given(live, state)
     snapshot = handlers is not None
@@ -139,7 +139,7 @@ def _refuse_divided(states: Mapping[Path, Any]) -> None:
     shards = [f"{format_component_path(path)}: {format_path(name)}" for path, name, leaf in leaves if _is_divided(leaf)]
     if shards:
         raise UnsupportedLeafError(
-            "these arrays are divided among processes, and components are saved by one process; nothing was written. "
+            "these arrays are divided among processes, but components are saved by one process; nothing was written. "
             f"Save them as a tree (hf.save, PyTreeCheckpointHandler), or gather them in get_state(): "
             f"{shortened(shards, 20)}"
         )
@@ -199,8 +199,8 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
     method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (
-            "the handle of an actor does not know them, whereas RemoteComponent(Class, ...) does, in the place of "
-            "Class.remote(...). Pass kind=Class, with arguments of Class by name"
+            "an actor handle does not know them, whereas RemoteComponent(Class, ...) does, in place of "
+            "Class.remote(...). Pass kind=Class, with the arguments of Class by name"
         )
     if method is None:
         return None, f"{name} has no get_ctor_args_and_kwargs()"

@@ -171,7 +171,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
     state: dict[str, Any] = dict(captured.tree)
     if _needs_document(captured.document, captured.tree):
         if GRAPH in state:
-            raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
+            raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, which is a reserved name")
         state[GRAPH] = json.dumps(captured.document, separators=(",", ":"))
     return dict(copied(state)) if snapshot else state
 
@@ -189,8 +189,8 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     ]
     if lost:
         raise UnsupportedLeafError(
-            f"{_called(component)}: {shortened(lost)}: a component inside of an object that is none would not be "
-            "saved, and nothing was written. Make it an attribute of a component, or part of a list, dictionary, deque "
+            f"{_called(component)}: {shortened(lost)}: a component inside an object that is not one would not be "
+            "saved; nothing was written. Make it an attribute of a component, or part of a list, dictionary, deque "
             "or module that is one; or return it from get_checkpointable_components(); or name it in __untracked__"
         )
 
@@ -206,8 +206,8 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
     ]
     if lines:
         raise UnsupportedLeafError(
-            f"{_called(component)}: parameters of these optimizers are in no component, so that what the optimizers "
-            "keep for them (moments, learning rates) would be lost, and nothing was written. Make the module that owns "
+            f"{_called(component)}: parameters of these optimizers are in no component, so their optimizer states "
+            "(moments, learning rates) would be lost; nothing was written. Make the module that owns "
             "them an attribute of a component of this tree and save the tree from its root; or name the optimizer in "
             "__untracked__:\n" + "\n".join(lines)
         )
@@ -278,7 +278,7 @@ def prepare_state(
     except TreeMismatchError as error:
         if not error.differences:
             raise
-        other = "leave them out" if source is _GIVEN else "name values that stay with restore_from_path(keep=...)"
+        other = "leave them out" if source is _GIVEN else "name values to keep with restore_from_path(keep=...)"
         raise TreeMismatchError(
             f"{source}: these values do not fit {_called(component)}; nothing was changed. "
             f"Change the program, or {other}:",
@@ -328,7 +328,7 @@ def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str
         for tensor in tensors if node.optimizer is not None else ():
             if node.optimizer.state.pop(tensor, None):
                 which = format_component_path(paths.get(id(tensor), ()))
-                lines.append(f"{format_node_path(node.path)}: its values for {which}, which has another shape")
+                lines.append(f"{format_node_path(node.path)}: its values for {which}, whose shape has changed")
     return lines
 
 

@@ -92,7 +92,7 @@ class HDF5Tree(FetchedTree):
             self._h5py: Any = importlib.import_module("h5py")
         except ImportError as error:
             needed = f"reading it needs h5py: {install_command('keras')}"
-            raise OptionError(f"{location} is a file of Keras, or another one of HDF5; {needed}") from error
+            raise OptionError(f"{location} is a Keras file or another HDF5 file; {needed}") from error
         self.stored = 0
         self.arrays: list[FetchedArray] = []
         self._paths: dict[int, str] = {}  # paths of visited groups and datasets, keyed by file address
@@ -102,7 +102,7 @@ class HDF5Tree(FetchedTree):
         if sum(array.nbytes for array in readable) > self.stored * _RATIO + _UNSTORED:
             largest = max(readable, key=lambda array: array.nbytes)
             raise DamagedCheckpointError(
-                f"{location}: {largest.name[1:]} claims {largest.nbytes} bytes, and all {len(readable)} arrays have "
+                f"{location}: {largest.name[1:]} claims {largest.nbytes} bytes, but all {len(readable)} arrays have "
                 f"{self.stored}"
             )
         super().__init__(location, self.arrays)
@@ -132,7 +132,7 @@ class HDF5Tree(FetchedTree):
         h5py = self._h5py
         self._paths[h5py.h5o.get_info(group.id).addr] = "/".join(path)
         if len(path) >= MAX_DEPTH or len(self.arrays) > _NODES:
-            raise DamagedCheckpointError(f"{self.location}: its groups are nested too deeply, or in a circle")
+            raise DamagedCheckpointError(f"{self.location}: its groups are nested too deeply, or form a cycle")
         for key in group:
             here = (*path, key)
             if not isinstance(group.get(key, getlink=True), h5py.HardLink):
@@ -145,7 +145,7 @@ class HDF5Tree(FetchedTree):
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
             elif address in self._paths:  # visited only once, because shared groups could have exponentially many paths
-                self._add(here, np.dtype("V1"), (), f"another name of {self._paths[address] or 'the file'}")
+                self._add(here, np.dtype("V1"), (), f"another name for {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)
 
@@ -212,7 +212,7 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
         except _DAMAGE as error:
             if isinstance(error, HoldfastError):
                 raise
-            raise DamagedCheckpointError(f"{location} is not a whole zip archive: {error}") from error
+            raise DamagedCheckpointError(f"{location} is not a complete zip archive: {error}") from error
 
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
@@ -225,7 +225,7 @@ def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
         raise zipfile.BadZipFile(f"its directory has {len(members)} entries, expected {count}")
     for info in members:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise zipfile.BadZipFile(f"{info.filename!r:.80} is compressed by the unknown method {info.compress_type}")
+            raise zipfile.BadZipFile(f"{info.filename!r:.80} is compressed with unknown method {info.compress_type}")
         archive.open(info).close()  # opening checks the name against the local header
 
 
@@ -234,7 +234,7 @@ def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
     with archive.open(info) as member:
         version = npy.read_magic(member)
         if version not in _HEADERS:  # version 3 is used only for structured arrays with UTF-8 field names
-            return FetchedArray(path, info.filename, np.dtype("V1"), (), "an array of structures")
+            return FetchedArray(path, info.filename, np.dtype("V1"), (), "a structured array")
         shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:
         return FetchedArray(path, info.filename, dtype, shape, "pickled Python objects")
@@ -242,5 +242,5 @@ def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
         return FetchedArray(path, info.filename, dtype, shape, f"elements of type {dtype}")
     array = FetchedArray(path, info.filename, dtype.newbyteorder("="), shape)
     if array.nbytes > info.file_size:
-        raise DamagedCheckpointError(f"{info.filename!r:.80} claims {array.nbytes} bytes, and has {info.file_size}")
+        raise DamagedCheckpointError(f"{info.filename!r:.80} claims {array.nbytes} bytes, but has {info.file_size}")
     return array

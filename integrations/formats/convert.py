@@ -162,8 +162,8 @@ def check_suffix(name: str) -> ExportFormat:
     """Return the export format for the suffix of a file name; raise OptionError if the suffix is unknown."""
     if (export_format := format_of(name)) is None:
         raise OptionError(
-            f"{name}: the name does not say in which format to write: use one of {', '.join(_SUFFIXES)}, or --to orbax "
-            "or --to dcp for a directory; with --to, the file may have another name"
+            f"{name}: the name does not determine the format: use one of {', '.join(_SUFFIXES)}, or --to orbax "
+            "or --to dcp for a directory; with --to, the file may have any name"
         )
     return export_format
 
@@ -299,7 +299,7 @@ def _import(
     checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool, share: Share
 ) -> Conversion:
     if isinstance(checkpoint, NativeCheckpoint):
-        raise OptionError(f"{checkpoint.location} is a checkpoint of holdfast already; copy the directory")
+        raise OptionError(f"{checkpoint.location} is already a holdfast checkpoint; copy the directory")
     items: dict[str, ItemToSave] = {}
     trees: list[TreeSource] = []
     left_out: list[str] = []
@@ -317,7 +317,7 @@ def _import(
         elif item_kind == JSON:
             items[item] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
         elif item_kind != METRICS:
-            left_out.append(f"{name} (an item of the kind {item_kind}, which holdfast does not read)")
+            left_out.append(f"{name} (an item of kind {item_kind}, which holdfast does not read)")
     if not items:
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
@@ -339,7 +339,7 @@ def _import(
         found = [(name, problem) for name in names for problem in written.tree(name).verify(share.advance)]
         problems = [f"{name}: {problem.leaf or problem.file}: {problem.what}" for name, problem in found]
         if problems:
-            raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
+            raise DamagedCheckpointError(itemized(f"{target} does not read back as written:", problems))
     _warn(checkpoint, left_out)
     return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
 

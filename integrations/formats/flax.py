@@ -54,7 +54,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
             raise DamagedCheckpointError("a complex number is damaged: expected two floats")
         return complex(*parts)
     if code not in (ARRAY_EXTENSION, _SCALAR):
-        raise DamagedCheckpointError(f"it holds an extension of the unknown type {code}")
+        raise DamagedCheckpointError(f"it holds an extension of unknown type {code}")
     array = decode_array(data)
     return array[()] if code == _SCALAR and array.shape == () else array
 
@@ -65,7 +65,7 @@ def _mapping(value: dict[Any, Any]) -> Any:
         return _joined(value)
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
-            raise DamagedCheckpointError(f"a dictionary has the key {key!r:.80}; keys are str or int")
+            raise DamagedCheckpointError(f"a dictionary has the key {key!r:.80}; keys must be str or int")
     named = {str(key): inner for key, inner in value.items()}
     if len(named) < len(value):
         raise DamagedCheckpointError("a dictionary has the same key as text and as a number")
@@ -79,7 +79,7 @@ def _joined(value: dict[Any, Any]) -> NDArray[Any]:
         parts = [value["chunks"][str(index)] for index in range(len(value["chunks"]))]
         return np.concatenate([np.asarray(part).reshape(-1) for part in parts]).reshape(shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"an array in parts is damaged: {error!r}") from error
+        raise DamagedCheckpointError(f"a chunked array is damaged: {error!r}") from error
 
 
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")

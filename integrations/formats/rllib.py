@@ -61,7 +61,7 @@ def _array(described: dict[Any, Any]) -> Any:
     with contextlib.suppress(TypeError, ValueError):
         dtype = np.dtype(name if is_plain else "V0")
     if not dtype.itemsize:
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
+        raise DamagedCheckpointError(f"a numpy array has the type {name!r:.80}, which is not plain data")
     is_array = described[b"nd"] is True
     array = array_of(shape if is_array else [], dtype, data)
     return array.copy() if is_array else array[()]
@@ -140,7 +140,7 @@ class RLlibDirectory:
                 "remove all but one"
             )
         if not chosen:
-            raise CheckpointNotFoundError(f"{self.location}: there is no file of a state here")
+            raise CheckpointNotFoundError(f"{self.location}: there is no state file here")
         return chosen[0]
 
 

@@ -110,18 +110,18 @@ def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str
             raise DamagedCheckpointError(f"tensor {name!r:.200} {problem}: it begins at byte {part.offset}")
         end += part.length
     if end != reader.size:
-        raise DamagedCheckpointError(f"the tensors end at byte {end}, the file has {reader.size} bytes")
+        raise DamagedCheckpointError(f"the tensors end at byte {end}, but the file has {reader.size} bytes")
     return tensors, metadata
 
 
 def _header_length(prefix: bytes, file_size: int) -> int:
     if len(prefix) != _LENGTH_BYTES:
-        raise DamagedCheckpointError(f"a safetensors file has at least {_LENGTH_BYTES} bytes, this has {file_size}")
+        raise DamagedCheckpointError(f"a safetensors file has at least {_LENGTH_BYTES} bytes, this one has {file_size}")
     length: int = struct.unpack("<Q", prefix)[0]
     if length > _HEADER_LIMIT:
         raise DamagedCheckpointError(f"the header claims {length} bytes, more than the {_HEADER_LIMIT} allowed")
     if length > file_size - _LENGTH_BYTES:
-        raise DamagedCheckpointError(f"the header claims {length} bytes, the whole file has {file_size}")
+        raise DamagedCheckpointError(f"the header claims {length} bytes, but the whole file has {file_size}")
     return length
 
 
@@ -144,7 +144,7 @@ def _tensor(name: str, facts: Any, file: str, begin: int) -> StoredArray:
     length = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != length or length > _LARGEST_SIZE:
         raise DamagedCheckpointError(
-            f"{where}: {dtype}{shape} takes {length} bytes, the header gives it those from {offsets[0]} to {offsets[1]}"
+            f"{where}: {dtype}{shape} takes {length} bytes, but the header assigns bytes {offsets[0]} to {offsets[1]}"
         )
     details = {"kind": "numpy"} if torch_dtype is None else {"kind": "torch", "torch_dtype": torch_dtype}
     part = StoredPart((0,) * len(shape), tuple(shape), file, begin + offsets[0], length, dtype.newbyteorder("<"))
@@ -174,7 +174,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
     note, nbytes = None, 0
     for path, file in files.items():
         try:
-            with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
+            with naming(file, " is not a complete safetensors file"), file.open_data() as reader:
                 if download := left_by_download(reader):
                     raise DamagedCheckpointError(f"it is {download}")
                 in_file, metadata = read_header(reader, path)
@@ -210,14 +210,14 @@ def _are_numbered(location: Location, files: Collection[str]) -> bool:
         return False
     count = int(matches[0][4])
     missing = _first_missing({int(match[3]) for match in matches})
-    lost = f"{missing} of {count}" if missing <= count else ""
+    lost = f"number {missing} of {count}" if missing <= count else ""
     processes = {int(match[1]) for match in matches if match[1]}
     missing = _first_missing(processes)
     if missing <= max(processes, default=0):
-        lost = f"those of shard {missing}"
+        lost = f"every file of shard {missing}"
     if lost:
         raise DamagedCheckpointError(
-            f"{location} has {len(files)} numbered files of safetensors and no {INDEX_SUFFIX[1:]}, and of these files "
+            f"{location} has {len(files)} numbered safetensors files and no {INDEX_SUFFIX[1:]}, but "
             f"{lost} is missing: the save did not finish, or files were lost. Copy the missing ones here, load another "
             "checkpoint, or give the path of a file to load what it holds"
         )
@@ -230,7 +230,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
     """Return the tensors in a file as shards, each at the offset in its full tensor given by the metadata (if any)."""
-    with naming(file, ": the places of its tensors cannot be read"):
+    with naming(file, ": the positions of its tensors cannot be read"):
         try:
             places = json.loads(noted)
             if not isinstance(places, dict):
@@ -242,7 +242,7 @@ def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArr
 
 def _at(tensor: StoredArray, start: Any) -> StoredArray:
     if not _sizes(start) or len(start) != len(tensor.shape):
-        raise ValueError(f"{start!r:.200} is no index of a tensor of shape {tensor.shape}")
+        raise ValueError(f"{start!r:.200} is not an index into a tensor of shape {tensor.shape}")
     part = replace(tensor.whole(), start=tuple(start))
     return StoredArray(tensor.dtype, tensor.shape, tensor.details, lambda: [part])
 
@@ -262,8 +262,8 @@ def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> St
     count = sum(math.prod(part.shape) for part in parts)
     if count != math.prod(shape):
         raise DamagedCheckpointError(
-            f"{location}: tensor {name!r:.200} is not whole: its {len(parts)} parts, the first in {parts[0].file}, "
-            f"have {count} elements of a shape of {list(shape)}: files were lost, or are of another save. Copy the "
+            f"{location}: tensor {name!r:.200} is incomplete: its {len(parts)} parts, the first in {parts[0].file}, "
+            f"have {count} elements for shape {list(shape)}: files were lost, or belong to another save. Copy the "
             "missing ones here, or load another checkpoint"
         )
     return StoredArray(first.dtype, shape, first.details, lambda: parts)
@@ -283,7 +283,7 @@ def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[
     files = {}
     for file in sorted(set(weight_map.values())):
         if "/" in file or "\\" in file or file in ("", ".", "..") or not file.endswith(SUFFIX):
-            raise DamagedCheckpointError(f"{index_file} names {file!r:.200}, which is not a file of its folder")
+            raise DamagedCheckpointError(f"{index_file} names {file!r:.200}, which is not a file in its folder")
         files[file] = location / file
     return files, weight_map
 
@@ -388,7 +388,7 @@ def _encode_header(
     for name, dtype, shape in tensors:
         code = _NAMES.get(dtype.newbyteorder("="))
         if name == _METADATA or code is None:
-            problem = f"a tensor of a safetensors file cannot be called {name!r}"
+            problem = f"a tensor in a safetensors file cannot be named {name!r}"
             raise UnsupportedLeafError(problem if code else f"safetensors has no {dtype}")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         document[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
@@ -410,7 +410,7 @@ def _obstacles(leaves: Sequence[SavedLeaf]) -> list[str]:
         other = taken.setdefault(name, leaf.name)
         if other != leaf.name:
             taken_by = format_path(other)
-            problems.append(f"{format_path(leaf.name)}: its tensor would have the name {name!r} of {taken_by}")
+            problems.append(f"{format_path(leaf.name)}: its tensor would have the same name as {taken_by}, {name!r}")
         variant = leaf.saved.details.get("torch_dtype")
         if variant is not None or dtype is None or dtype.newbyteorder("=") not in _NAMES:
             problems.append(f"{format_path(leaf.name)}: safetensors has no {variant or dtype}")

@@ -79,7 +79,7 @@ class Checkpoint(Node):
             of_root = {edge.segment: edge.value for edge in root_view(self).edges}
             for name, value in objects.items():
                 if of_root.get(name, value) is not value:
-                    raise OptionError(f"{name}= is another object than the root's own {name!r}; choose another name")
+                    raise OptionError(f"{name}= is not the same object as the root's own {name!r}; choose another name")
         super().__init__(**objects)
 
     @property
@@ -226,7 +226,7 @@ class Checkpoint(Node):
             location = as_location(path)
             if not numbers_of(location.parent, location.name):
                 raise
-            raise CheckpointNotFoundError(f"{error}; do you mean {location.name}-1 or the like?") from error
+            raise CheckpointNotFoundError(f"{error}; did you mean {location.name}-1 or similar?") from error
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:

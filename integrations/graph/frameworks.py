@@ -457,7 +457,7 @@ def why_not_saved(value: Any) -> str | None:
     """Return why a Keras object cannot be saved, or None if it can."""
     if getattr(value, "built", True) is False:
         how = "build(variables)" if _kind(value) == OPTIMIZER else "build(input_shape), or call it once"
-        return f"has no variables yet, as it is not built: call its {how}, before a save or a restore"
+        return f"has no variables yet because it is not built: call its {how}, before a save or a restore"
     if _kind(value) == LAYER and _overridden(type(value), ("save_assets",), everywhere=True):
         return "keeps assets, such as a vocabulary, besides variables; save it with Keras, and mark it with Untracked"
     return None

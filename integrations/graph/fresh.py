@@ -81,7 +81,7 @@ class FreshObjects:
                 if (problem := _problem(fresh, now, format_node_path(path))) is not None:
                     yield problem
             elif now.is_leaf or (fresh.is_leaf and not (fresh.opens and now.is_made)):
-                yield f"{format_node_path(path)}: another object than in the fresh state"
+                yield f"{format_node_path(path)}: a different object than in the fresh state"
             elif not fresh.is_leaf and not _is_replaced(fresh, now):
                 for segment, child in {**fresh.edges, **now.edges}.items():
                     below = (*path, segment)

@@ -107,7 +107,7 @@ class CheckpointManager:
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, CheckpointManager.__init__)
         if checkpoint_interval is not None and step_counter is None:
-            raise OptionError("checkpoint_interval= counts steps: pass step_counter=, too")
+            raise OptionError("checkpoint_interval= counts steps: also pass step_counter=")
         if not isinstance(checkpoint, Checkpoint):
             raise OptionError(f"checkpoint={checkpoint!r:.80} must be a Checkpoint that the objects are attached to")
         if checkpoint_interval is not None and not (isinstance(checkpoint_interval, int) and checkpoint_interval >= 1):
@@ -281,7 +281,7 @@ class CheckpointManager:
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
-                f"{self._path(wanted)} exists already; nothing is overwritten. Choose another number"
+                f"{self._path(wanted)} already exists and is not overwritten. Choose another number"
             )
         taken = [] if wanted is not None else numbers_of(self._directory, self._name)
         following = max([self._checkpoint.save_counter, *taken]) + 1
@@ -328,4 +328,4 @@ def _number(counter: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError) as error:
-        raise OptionError(f"{value!r:.80} is not a whole number, as a counter must be") from error
+        raise OptionError(f"{value!r:.80} is not a whole number; a counter must be") from error

@@ -142,7 +142,7 @@ class Matching:
             slot, is_none = leaf.slot, self.values.kinds.get(visit.number) == "none"
             if is_none and self._final and leaf.in_place and visit.slot is not None:
                 slot = visit.slot  # an object that changes in place cannot become None
-                _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
+                _logger.warning("%s is None in the checkpoint and is set to None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
         elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # also reads a plain state_dict()
             covers = self._covers(visit.number, arrays=self._final)

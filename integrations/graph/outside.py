@@ -24,7 +24,7 @@ from ...engine.pytree import WRAPPED, class_name, loaded, name_of_class
 
 _ADVICE = (
     "give it get_state() and set_state(state), or state_dict() and load_state_dict(state), or put it into an object "
-    "that has them (docs/outside_python.md has the lines for tf.data, Keras, Ray and replay buffers); or leave it out: "
+    "that has them (docs/outside_python.md shows how for tf.data, Keras, Ray and replay buffers); or leave it out: "
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
@@ -32,7 +32,7 @@ _ELSEWHERE = {  # location of the values, keyed by the module prefix of the clas
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
-    "keras.": "in the backend of Keras",
+    "keras.": "in the Keras backend",
     "tf_keras.": "in TensorFlow",
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
@@ -96,8 +96,8 @@ def why_more(container: Any, keys: Iterable[Any]) -> str | None:
     if not more:
         return None
     return (
-        f"is a {class_name(container)} with attributes of its own ({shortened(more)}) beside its contents; keep the "
-        f"container and them as attributes of an object, or {_ADVICE}"
+        f"is a {class_name(container)} with its own attributes ({shortened(more)}) besides its contents; keep the "
+        f"container and these as attributes of an object, or {_ADVICE}"
     )
 
 

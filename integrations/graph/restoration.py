@@ -192,11 +192,11 @@ class RestoreStatus:
 
 def describe_no_match(report: RestoreReport) -> str:
     """Describe a restore that matched nothing, and list the values in the program and in the checkpoint."""
-    why = ", as nothing has been attached yet"
+    why = ", because nothing has been attached yet"
     if report.missing or report.restored:
         why = (
-            ". Names in the program and in the checkpoint differ from the first key on: Checkpoint(model) and "
-            "Checkpoint(model=model) are two different things, for example"
+            ". Names in the program and in the checkpoint differ from the first key on: for example, "
+            "Checkpoint(model) and Checkpoint(model=model) use different names"
         )
     sections = format_section("in the program", report.missing) + format_section("in the checkpoint", report.pending)
     return "\n".join([f"{report.checkpoint}: nothing was restored{why}", *sections])
@@ -217,7 +217,7 @@ class RestoreProgress:
     def end(self) -> None:
         """Log the values that were never restored; called when the checkpoint object is garbage-collected."""
         if not self.partial and (left := self.left()):
-            text = "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that "
+            text = "a checkpoint object was deleted before all values of %s were used; call expect_partial() if that "
             lines = format_section("not restored", _formatted(left.values()))
             _logger.warning(f"{text}is intended:\n%s", self.where, "\n".join(lines))
 
@@ -359,7 +359,7 @@ class Restoration:
         restored, missing = [], []
         for node in live.leaves():
             if node.path in self._fresh:
-                live.skipped[node.path] = "keeps its fresh state: the checkpoint has none of this process"
+                live.skipped[node.path] = "keeps its fresh state: the checkpoint has none for this process"
             elif (
                 node.path in self._settled
                 or last_writer(node.slot) >= self._number
@@ -369,7 +369,7 @@ class Restoration:
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
                 restored.append(node)  # a sequence or an optimizer that was restored value by value
             elif any(node.path[: len(path)] == path for path in too_new):
-                live.skipped[node.path] = "keeps its fresh state: the checkpoint is of a version that did not save it"
+                live.skipped[node.path] = "keeps its fresh state: the checkpoint is from a version that did not save it"
             elif self._chooses(node.path):
                 missing.append(node)
         return restored, missing
@@ -383,7 +383,7 @@ class Restoration:
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
             lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.left().values()))
-            text = "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
+            text = "%s has no values for objects of the program, which keep their own; pass partial=True if that "
             _logger.warning(f"{text}is intended:\n%s", self.progress.where, "\n".join(lines))
 
     def _chooses(self, path: Path) -> bool:
@@ -432,10 +432,10 @@ class Restoration:
             else:
                 settled.append(assignment)
                 if first is not None and first.saved != assignment.saved:
-                    message = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
+                    message = "%s and %s are one object, but two in the checkpoint; it gets the value of the first"
                     _logger.warning(message, format_node_path(first.path), format_node_path(assignment.path))
         if fresh:
-            message = "%s has no random streams and places in the data of process %d, which keeps its fresh ones: %s"
+            message = "%s has no random streams and data positions of process %d, which keeps its fresh ones: %s"
             names = shortened(map(format_node_path, fresh))
             _logger.warning(message, self.progress.where, current_coordinator().process_index, names)
             self._fresh.update(fresh)
@@ -488,16 +488,16 @@ def check_restored(restorations: Sequence[Restoration]) -> None:
             elif new := format_section(
                 "not restored", _formatted(path for path in late if path not in restoration.reported)
             ):
-                message = "objects that were built since the restore from %s keep the values of the program:\n%s"
+                message = "objects created since the restore from %s keep the values of the program:\n%s"
                 _logger.warning(message, progress.where, "\n".join(new))
             restoration.reported.update(late)
         superseded.update(progress.wanted.values())
     if lost or unrestored:
         lines = format_section("values waiting for their objects, which a save would lose", lost)
-        lines += format_section("objects built since the restore, without their values", unrestored)
+        lines += format_section("objects created since the restore, without their values", unrestored)
         raise StateError(
             "\n".join(["a restore is not complete, and nothing was written:", *lines]) + "\n"
-            "Build the objects and call try_complete() on the status that the restore returned, to take the "
-            "values of the checkpoint (a manager has the status of restore_or_initialize as manager.status); "
-            "or call expect_partial() on it, to leave them behind and save the values of the program"
+            "Create the objects and call try_complete() on the status that the restore returned, to load the "
+            "values of the checkpoint (manager.status is the status of a manager's restore_or_initialize); "
+            "or call expect_partial() on it, to ignore them and save the values of the program"
         )

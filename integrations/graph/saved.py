@@ -123,7 +123,7 @@ class SavedGraph:
             if number is None or holder is None or old[-1] not in nodes[holder].edges:
                 raise TreeMismatchError(f"rename: the checkpoint has no {format_node_path(old)}")
             if transform is not None and nodes[number].value is None:
-                raise OptionError(f"rename: {format_node_path(old)} is no array; a function can change arrays only")
+                raise OptionError(f"rename: {format_node_path(old)} is not an array; a function can change only arrays")
             nodes[number].transform = transform
             del nodes[holder].edges[old[-1]]
             moved.append((new, number))
@@ -133,7 +133,7 @@ class SavedGraph:
                 raise TreeMismatchError(f"rename: {format_node_path(new)} is below a value; choose another path")
             if new[-1] in nodes[below].edges:
                 raise TreeMismatchError(
-                    f"rename: the checkpoint has something at {format_node_path(new)} already; rename that, too"
+                    f"rename: the checkpoint already has something at {format_node_path(new)}; rename that, too"
                 )
             nodes[below].edges[new[-1]] = number
         return SavedGraph(nodes, self)
@@ -218,7 +218,7 @@ class SavedGraph:
             if value is None:
                 continue
             if value not in stored or value in used:
-                problem = "is the value of another node, too" if value in used else "is not in the checkpoint"
+                problem = "is also the value of another node" if value in used else "is not in the checkpoint"
                 raise DamagedCheckpointError(f"{source}: the value of node {number}, {value!r:.100}, {problem}")
             used.add(value)
         if read[0].value is not None:

@@ -80,7 +80,7 @@ class Attachment:
 
     def set(self, value: Any) -> None:
         if self.change is None:
-            raise TypeError("this value cannot be replaced where it is")
+            raise TypeError("this value cannot be replaced in place")
         self.change(value)
 
 

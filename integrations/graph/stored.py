@@ -59,14 +59,14 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
     if too_deep:
         raise UnsupportedLeafError(
             f"{format_node_path(too_deep[0].path[:4])}/...: {len(too_deep)} values are more than {MAX_DEPTH} objects "
-            "away from the checkpoint, and nothing was written; attach the objects that hold them under names of their "
-            "own"
+            "away from the checkpoint, and nothing was written; attach the objects that hold them under their own "
+            "names"
         )
     unborn = [node for node in graph.nodes if is_torch_tensor(node.value) and is_uninitialized(node.value)]
     if unborn:
         raise UnsupportedLeafError(
-            f"{shortened([format_node_path(node.path) for node in unborn])}: no shape yet, as the lazy module has not "
-            "run, and nothing was written; run the module once before the first save"
+            f"{shortened([format_node_path(node.path) for node in unborn])}: no shape yet, because the lazy module has "
+            "not run; nothing was written. Run the module once before the first save"
         )
     elsewhere = {node.number: PER_PROCESS + escape_key(storage_name(node.path)) for node in states}
     flat = flatten(_nested(graph.nodes[0], elsewhere) or {})
@@ -82,7 +82,7 @@ def _stored(node: LiveNode) -> Any:
     try:
         return node.slot.get() if node.view.packed is None else node.view.packed
     except Exception as error:
-        error.add_note(f"raised by {format_node_path(node.path)}, which was asked for its state; nothing was written")
+        error.add_note(f"raised while reading the state of {format_node_path(node.path)}; nothing was written")
         raise
 
 
@@ -253,7 +253,7 @@ class StoredGraph:
 
 def open_graph(location: Location) -> StoredGraph:
     def open_tree(checkpoint: CheckpointSource) -> StoredGraph:
-        name = checkpoint.only_tree(how="expected a graph, which is the only tree of its checkpoint")
+        name = checkpoint.only_tree(how="expected a graph, which must be the only tree")
         return StoredGraph(checkpoint.tree(name), checkpoint.location, checkpoint.files(name))
 
     return read_checkpoint(location.without_links(), open_tree)

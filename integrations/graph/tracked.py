@@ -159,7 +159,7 @@ class Node:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _reserved(type(self)):  # type: ignore[arg-type]  # mypy takes the class for an instance
             raise OptionError(
-                f"{name!r} is a name that {type(self).__name__} needs for itself; attach the object under another one"
+                f"{name!r} is a name reserved by {type(self).__name__}; attach the object under another one"
             )
         if isinstance(value, Untracked):
             self._holdfast.untracked.add(name)

@@ -149,7 +149,7 @@ def edge_at(holder: Any, key: object) -> Edge | None:
 
 def _classify_object(value: Any, slot: Slot) -> View:
     if is_actor_class(type(value)):
-        return Unsaved(f"is no state ({class_name(value)})", intended=True)
+        return Unsaved(f"holds no state ({class_name(value)})", intended=True)
     if isinstance(value, Node):
         return _node(value, slot)
     if isinstance(value, Part):
@@ -174,7 +174,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_nnx(value):
         return Branch(class_name(value), _attributes(value, nnx_children(value), slot))
     if is_code_or_tool(value):
-        return Unsaved(f"is no state ({type(value).__name__})", intended=True)
+        return Unsaved(f"holds no state ({type(value).__name__})", intended=True)
     if isinstance(value, StateSlot | OptionSlot):
         return Leaf(value, shared=isinstance(value, StateSlot))
     if is_stateful(value):
@@ -187,7 +187,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if contents is not None:
         return _container(value, slot)
     if isinstance(value, enum.Enum):
-        return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
+        return Unsaved("is an enum member in a container that cannot change; store its value or its name instead")
     if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
         return Unsaved(reason)
     return Branch(class_name(value), _attributes(value, tracked_attributes(value), slot))  # user-defined class
@@ -270,7 +270,7 @@ def _optimizer(value: Any, slot: Slot) -> View:
         return branch
     if any(type(parameter).__name__ == "DTensor" for group in value.param_groups for parameter in group["params"]):
         return Unsaved(
-            f"is a {class_name(value)} with a state_dict() of its own, which does not say how processes share it; save "
+            f"is a {class_name(value)} with its own state_dict(), which does not say how processes share it; save "
             "the optimizer inside it, or mark it with Untracked"
         )
     return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True, opened=lambda: branch)

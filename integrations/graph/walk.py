@@ -51,7 +51,7 @@ class LiveGraph:
         """Notes about saved objects, keyed by path."""
         modules = [node for node in self.nodes if is_module(node.value) and keras_kind(node.value) is None]
         children = [child for node in modules for child in node.edges.values()]
-        note = "is a plain {} of modules, which state_dict() does not see"
+        note = "is a plain {} of modules, which state_dict() does not include"
         plain = [child for child in children if isinstance(child.value, dict | list | tuple)]
         return {child.path: note.format(type(child.value).__name__) for child in plain}
 
@@ -172,8 +172,8 @@ class _Walk:
                         node.optimizer_slots.append((parameter, segment, nodes[-1]))
             if missing:
                 self.skipped[*node.path, OPTIMIZER_SLOTS] = (
-                    f"{missing} of its parameters are not part of the checkpoint, and what it keeps for them is lost: "
-                    "save the modules that have them, too"
+                    f"{missing} of its parameters are not part of the checkpoint, so what it keeps for them is lost: "
+                    "also save the modules that have them"
                 )
 
 

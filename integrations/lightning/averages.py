@@ -45,7 +45,7 @@ def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
         else:
             set_accumulated(metric, entry)
     if lost and trainer.is_global_zero:
-        logger.warning("the module lacks metrics that the checkpoint has, and they are left: %s", shortened(lost))
+        logger.warning("the module lacks metrics that the checkpoint has; they are ignored: %s", shortened(lost))
     restore_logged(trainer, saved.get("logged", {}), metrics)
 
 

@@ -292,17 +292,17 @@ class CheckpointCallback(ResumingCallback):
         directory = self._store.directory
         if (count := sum(callback._store.directory.url == directory.url for callback in _callbacks_of(trainer))) > 1:
             raise OptionError(
-                f"the trainer has {count} callbacks that save to {directory}: leave one of them out, or give each a "
-                "directory of its own"
+                f"the trainer has {count} callbacks that save to {directory}: keep one of them, or give each its own "
+                "directory"
             )
         if self._options.partial is not None and is_sharded(trainer.strategy):
             raise OptionError(
                 f"partial={self._options.partial!r} does not work with {type(trainer.strategy).__name__}, which loads "
-                "into the parts of a module that it has divided; resume once with strategy='ddp' or in one process"
+                "into a module that is already sharded; resume once with strategy='ddp' or in one process"
             )
         if self._options.save_on_exception and trainer.world_size > 1:
             raise OptionError(
-                f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
+                f"save_on_exception=True works with one process, but this run has {trainer.world_size}: if one of "
                 "them fails, the others may wait for it and cannot save"
             )
         # A trainer chooses its checkpoint before it collects the module's callbacks, which may include this one.
@@ -371,12 +371,12 @@ class CheckpointCallback(ResumingCallback):
             if self._recorder is not None:
                 self._recorder.writer.save_after(exception)
         except HoldfastError:
-            logger.exception("the last point between two batches could not be saved")
+            logger.exception("the state after the last complete batch could not be saved")
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
             # This error is only logged, because it must not replace the original exception.
-            logger.exception("a save failed in the background while training was ending with an exception")
+            logger.exception("a background save failed while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Wait for the last save.

@@ -24,9 +24,9 @@ from .private_api import LoopHooks, callbacks_of, is_search_file
 from .strategies import as_saved, is_sharded
 
 _CHANGED = (
-    "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "
-    "restores what fits, and keeps the rest as it was initialized. To begin another run with these weights, choose "
-    "another directory, and name this one with init_from="
+    "A run resumes only with the model, the optimizers and the schedules that it had. partial='initialize' "
+    "restores what fits and leaves the rest as initialized. To start another run with these weights, choose "
+    "another directory, and pass this one as init_from="
 )
 # WeightAveraging adds these entries to a checkpoint, whose ``state_dict`` then contains the averaged weights.
 _WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
@@ -230,7 +230,7 @@ class Fitting:
         flat = list(chain.from_iterable(live.names or ()))
         if saved.names is None:
             if not _suit_by_order(groups, parameters, state):
-                why = "the checkpoint does not name the parameters, and they do not all fit"
+                why = "the checkpoint does not name the parameters, and not all of them fit"
                 self.misfits.kept[path] = f"{path}: {why}"
                 return fresh
             saved = live
@@ -276,7 +276,7 @@ class Fitting:
                 self.misfits.missing([path])
                 taken.append(fresh)
             elif not _related(scheduler, saved[index]):
-                more = ", whose count of steps it takes"
+                more = ", whose step count it takes over"
                 self.misfits.differs(path, class_name(scheduler), saved[index], more)
                 counted = {name: states[index][name] for name in _COUNTERS if name in states[index] and name in fresh}
                 taken.append({**fresh, **counted})
@@ -304,7 +304,7 @@ class Fitting:
         if len(live) != len(saved):
             lines.append(f"expected {len(live)} {role}s (program), found {len(saved)} (checkpoint)")
         if lines:
-            raise _mismatch(f"{self._trainer.ckpt_path}: the {role}s are not those of the program:", lines)
+            raise _mismatch(f"{self._trainer.ckpt_path}: the saved {role}s do not match the program's:", lines)
 
 
 def _set_dtypes(optimizer: Any, state: _State) -> None:
@@ -325,7 +325,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
         return state  # Parameters have been renamed, so torch can only compare their number.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
-            "the parameters are in other groups of an optimizer than in the checkpoint:",
+            "the optimizer's parameters are grouped differently than in the checkpoint:",
             [difference(f"optimizer {index}", _sizes(live.names or []), _sizes(saved.names))],
         )
     entries = state["state"]

@@ -47,8 +47,8 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
     named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
     if unknown := [name for name, indices in named.items() if not indices]:
         raise OptionError(
-            f"replicated names {unknown[0]!r}, and the trainer has {len(stateful)} training data loaders with "
-            "state_dict and load_state_dict; those without a state need no declaration, as their batches are counted"
+            f"replicated names {unknown[0]!r}, but the trainer has {len(stateful)} training data loaders with "
+            "state_dict and load_state_dict; loaders without a state need not be named; their batches are counted"
         )
     declared = {index for indices in named.values() for index in indices}
     return [index for index, (loader, *_) in enumerate(stateful) if index in declared or is_replicated(loader)]
@@ -190,8 +190,8 @@ class DrawnAhead:
         elif batches and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved, as "
-                "it is not a tree of tensors: a resumed run leaves it out"
+                "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved "
+                "because it is not a tree of tensors: a resumed run skips it"
             )
         return position
 
@@ -266,8 +266,8 @@ def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any])
     ratios = {Fraction(before, now) for before, now in zip(saved, sizes, strict=True) if before and now}
     if len(ratios) > 1:
         raise StateError(
-            f"the checkpoint was saved by another number of processes, with batches of {list(saved)} samples for the "
-            f"training data loaders, and they have {sizes} now: no number of batches is the same position in all of "
-            "them. Change the sizes of all batches by the same factor"
+            f"the checkpoint was saved by a different number of processes, with batch sizes of {list(saved)} for the "
+            f"training data loaders, and these are now {sizes}: no number of batches is the same position in all of "
+            "them. Change all batch sizes by the same factor"
         )
     return ratios.pop() if ratios else Fraction(1)

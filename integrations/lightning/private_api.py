@@ -118,7 +118,7 @@ def check_version(trainer: Any) -> None:
     """Raise StateError, listing the missing names, if a trainer lacks private names that the callback needs."""
     if missing := missing_names(trainer):
         raise StateError(
-            f"{_package(trainer)} is built differently from the versions that holdfast supports (2.5 and 2.6); it has "
+            f"{_package(trainer)} differs internally from the versions that holdfast supports (2.5 and 2.6); it has "
             f"no {', '.join(missing)}"
         )
 
@@ -174,7 +174,7 @@ def is_left_alone(trainer: Any, path: Any) -> bool:
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
-    logger.warning("%s is left alone: Lightning saved it for requeueing; ckpt_path='hpc' begins with it", path)
+    logger.warning("%s is ignored: Lightning saved it for requeueing; ckpt_path='hpc' resumes from it", path)
     return True
 
 

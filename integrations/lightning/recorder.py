@@ -81,8 +81,8 @@ class FitRecorder:
         directory = self.fit.store.directory
         if steps := self.fit.store.manager.all_steps():
             raise StateError(
-                f"{directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin with one. Name "
-                "one with fit(ckpt_path=...), or choose another directory"
+                f"{directory} holds checkpoints up to step {steps[-1]}, but the trainer did not load one. Pass "
+                "one as fit(ckpt_path=...), or choose another directory"
             )
         self.fit.say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
         self.witness.begin()
@@ -94,7 +94,7 @@ class FitRecorder:
             return
         self._warn_of_misfits()
         step = self.fit.step
-        asked = "; it was asked to stop there, and continues with fit(ckpt_path=...)"
+        asked = "; it was asked to stop there; fit(ckpt_path=...) continues it"
         why = asked if self.fit.trainer.should_stop else ""
         self.fit.say("nothing left to do after step %d in %s%s", step, self.fit.store.directory, why)
         stored = self.writer.stored_metrics(step) or {}
@@ -145,8 +145,8 @@ class FitRecorder:
             original(*args, **kwargs)
             return
         logger.warning(
-            "the run resumes, so that its %s does not search again: the optimizers continue with their saved options, "
-            "and the program has to give the module and its data what was found for them",
+            "the run resumes, so its %s does not search again: the optimizers keep their saved options, "
+            "and the program must set the values that were found for the module and its data",
             type(getattr(original, "__self__", None)).__name__,
         )
 
@@ -227,7 +227,7 @@ class FitRecorder:
                 return
             if self.writer.held is None:  # a held copy is saved in the same way as after an exception
                 logger.warning(
-                    "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
+                    "preempted during validation after step %d, which is not saved: the run resumes from step %s",
                     step,
                     0 if newest.metrics is None else newest.step,
                 )

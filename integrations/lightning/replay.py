@@ -85,9 +85,9 @@ class EpochReplay:
         self._switches = ModuleSwitches(self._trainer.lightning_module)
         if (names := loaders.cut_short(self._loaders(), self._loop.max_batches)) and self._trainer.is_global_zero:
             logger.warning(
-                "the trainer ends an epoch after %s batches, and the data of %s last longer: a run that resumes at the "
-                "end of an epoch continues behind them, where a run without a stop begins the data again. Leave "
-                "limit_train_batches out, or give the loader an epoch of this length",
+                "the trainer ends an epoch after %s batches, but there is more data in %s: a run that resumes at the "
+                "end of an epoch continues with that data, while an uninterrupted run starts it over. Remove "
+                "limit_train_batches, or give the loader an epoch of this length",
                 self._loop.max_batches,
                 ", ".join(names),
             )
@@ -335,17 +335,17 @@ class EpochReplay:
         others = measured.keys() - loaders.loader_generators(measuring).keys()
         ended = any(tree.get("ended", ())) and not private_api.have_ended(self.fetcher.combined_loader)
         unknown = {
-            "attributes of data loaders": sorted(random.get("attributes", ())),
-            "generators of data loaders": sorted(generators),
-            "generators of data loaders of the validation": sorted(others),
-            "data loaders that have ended": ["their iterators"] if ended else [],
-            "results of searches": sorted(tree.get("found", ())),
+            "data loader attributes": sorted(random.get("attributes", ())),
+            "data loader generators": sorted(generators),
+            "validation data loader generators": sorted(others),
+            "exhausted data loaders": ["their iterators"] if ended else [],
+            "search results": sorted(tree.get("found", ())),
         }
         if listed := [f"{state} ({shortened(names)})" for state, names in unknown.items() if names]:
             logger.warning(
-                "the step was saved by an earlier version of holdfast, and has more than a resume restores now: %s. If "
-                "the batches depend on that, they differ from those of a run without a stop: let state_dict() of the "
-                "data loader return it, and load_state_dict() take it, or on_save_checkpoint() and "
+                "the step was saved by an earlier version of holdfast and has state that is no longer restored: %s. "
+                "If the batches depend on it, they differ from those of an uninterrupted run: save and load it in "
+                "state_dict() and load_state_dict() of the data loader, or in on_save_checkpoint() and "
                 "on_load_checkpoint() of the module",
                 "; ".join(listed),
             )
@@ -360,8 +360,8 @@ class EpochReplay:
         consumed = int(exact) // steps * steps
         if consumed != exact and self._trainer.is_global_zero:
             logger.warning(
-                "the position in the epoch is after %g batches of this number of processes: the epoch continues after "
-                "%d, and the samples between come again",
+                "with this number of processes, the position in the epoch is after %g batches: the epoch continues "
+                "after %d, and the samples in between are repeated",
                 float(exact),
                 consumed,
             )

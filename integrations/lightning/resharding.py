@@ -55,11 +55,11 @@ def share_of(
     if is_new and "averages" in saved:
         saved["averages"] = {"metrics": {name: {"updates": 0, "states": {}} for name in saved["averages"]["metrics"]}}
     if before != now and trainer.is_global_zero:
-        order = "; a loader that shuffles has another order in one process than in several"
-        samples = f"the epoch continues after as many samples{order if 1 in (before, now) else ''}"
+        order = "; a loader that shuffles has a different order in one process than in several"
+        samples = f"the epoch continues after the same number of samples{order if 1 in (before, now) else ''}"
         logger.warning(
-            "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
-            "schedules are as they were, and %s. %s",
+            "saved by %d processes, each with a share of the data, and resumed by %d: weights, optimizers and "
+            "schedules are unchanged, and %s. %s",
             before,
             now,
             "the data continues in the order that all processes share" if one_for_all else samples,
@@ -74,18 +74,18 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
     if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
         raise StateError(
             f"the step declares {len(replicated)} data loaders whose state is the same in all processes "
-            "(replicated_state), and does not hold their states, so the position in the data is not known: name an "
-            "earlier step with fit(ckpt_path=...), or delete this step, and the run resumes from the one before it"
+            "(replicated_state), but does not hold their states, so the position in the data is unknown: pass an "
+            "earlier step as fit(ckpt_path=...), or delete this step to resume from the one before it"
         )
     for index in replicated:
         states = [share["loaders"][index] for share in shares or [saved]]
         if (other := next((state for state in states if not same_state(state, states[0])), None)) is not None:
             raise StateError(
                 f"the data loader of loaders/{index} declares that its state is the same in all processes "
-                f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
+                f"(replicated_state), but {len(states)} processes saved different ones: {states[0]!r:.80} and "
                 f"{other!r:.80} (different: {differing_parts(states[0], other)}); leave out of the state "
-                "what differs without a batch, such as a time; resume from a step before they differed, or as "
-                f"{len(states)} processes without the declaration"
+                "whatever changes without a batch, such as a time; resume from a step before they differed, or with "
+                f"{len(states)} processes and without the declaration"
             )
     return bool(replicated) and len(replicated) == len(saved["loaders"]) and not saved.keys() & {"epoch", "ahead"}
 
@@ -97,9 +97,9 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
     for state in states:
         if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
             raise StateError(
-                f"replicated names 'global_generators', and the {len(states)} processes of the checkpoint saved "
-                f"different states of {', '.join(differing)}: seed and draw alike on all processes; or leave the name "
-                "out, and each generator belongs to the rank that saved it"
+                f"replicated names 'global_generators', but the {len(states)} processes of the checkpoint saved "
+                f"different states of {', '.join(differing)}: seed and draw identically on all processes; or omit the "
+                "name, and each generator belongs to the rank that saved it"
             )
 
 
@@ -110,11 +110,11 @@ def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
         if index not in declared or same_state(state, before):
             continue
         raise StateError(
-            f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
-            f"loader of loaders/{index}, which was at {before!r:.80} "
-            f"(different: {differing_parts(state, before)}). Leave out of its state what differs "
-            "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
-            "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
+            f"after drawing the {saved['consumed']} batches of the epoch again, the data loader of "
+            f"loaders/{index} is at {state!r:.80} instead of {before!r:.80} "
+            f"(different: {differing_parts(state, before)}). Leave out of its state whatever changes "
+            "without a batch, such as a time, and let load_state_dict restore the rest. If the number of "
+            "processes has changed, change the batch sizes of the other loaders, so that all processes together "
             "take as many samples as before"
         )
 
@@ -143,9 +143,9 @@ def reshard_states(
             "returns the state of one process"
         )
         raise StateError(
-            f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, and "
-            f"another number is to continue: the states of its data loaders ({', '.join(names)}) are places in the "
-            "data of one process each, and nothing says which belong to other processes. Use data loaders without a "
+            f"the checkpoint was saved with the training data divided among {saved.get('replicas', 1)} processes, but "
+            f"is resumed by another number: each state of its data loaders ({', '.join(names)}) is a position in the "
+            "data of one process, and says nothing about other processes. Use data loaders without a "
             f"state, whose batches are counted, from the start of a run; or {way}"
         )
     for prefix, index in divided:
@@ -160,5 +160,5 @@ def describe_left(before: int, now: int, draws_alike: bool) -> str:
     """Describe what happens to per-process state: which processes start fresh, or which saved states are dropped."""
     state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
-        return f"Processes from {before} on begin with fresh {state}"
-    return f"The {state} that processes from {now} on had are left" if now < before else ""
+        return f"Processes from {before} on start with fresh {state}"
+    return f"The {state} of processes from {now} on are dropped" if now < before else ""

@@ -182,8 +182,8 @@ class StepWriter:
         if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
             self._has_warned = True
             logger.warning(
-                "ModelPruning makes its pruning permanent in every checkpoint: a run that resumes from one trains on "
-                "without the masks until it prunes again, and does not end as a run without a stop would: %s",
+                "ModelPruning makes its pruning permanent in every checkpoint: a run that resumes from one trains "
+                "without the masks until it prunes again, and ends differently from an uninterrupted run: %s",
                 shortened(pruned),
             )
 

@@ -57,7 +57,7 @@ class Fit:
         self.holds_gradients = holds and (optimized or not moved)
         if not self.holds_gradients and (moved or not optimized):
             if not self.batches:
-                self.say("steps are batches here, since no optimizer of Lightning steps")
+                self.say("batches count as steps, because no Lightning optimizer steps")
             self.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:

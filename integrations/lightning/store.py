@@ -64,13 +64,13 @@ class CallbackArguments(ProgramOptions):
         super().__post_init__()
         if unknown := [name for name in self.replicated if not REPLICATED.fullmatch(name)]:
             raise OptionError(
-                f"replicated names {unknown[0]!r}, and a Lightning trainer has 'loaders' (or one of them, such as "
+                f"replicated names {unknown[0]!r}, but a Lightning trainer has 'loaders' (or one of them, such as "
                 "'loaders/0') and 'global_generators'"
             )
         if self.item_intervals:
             raise OptionError(
-                f"item_intervals={self.item_intervals!r}: a checkpoint of a Lightning run has the items state and, of "
-                "several processes, process, and a run resumes from both; leave it out"
+                f"item_intervals={self.item_intervals!r}: a Lightning checkpoint has the item state and, with "
+                "several processes, the item process, and a run resumes from both; leave it out"
             )
         if self.export_best is not None:
             if self.best_fn is None:
@@ -170,8 +170,8 @@ class RunStore:
         finished = FINISHED.get(self.directory)
         if finished is not None and finished() is not module:
             raise StateError(
-                f"{self.directory} holds a run that this process has finished with another module, which would get the "
-                "weights and the score of that run. Give every fold, trial or phase a directory of its own; to "
+                f"{self.directory} holds a run that this process finished with another module; this one would get the "
+                "weights and the score of that run. Give every fold, trial or phase its own directory; to "
                 "continue that run, pass resume='must' to the callback, or ckpt_path='last' to fit"
             )
 
@@ -334,8 +334,8 @@ class RunStore:
         if new := [line for line in left if line not in self._reported]:
             self._reported.update(new)
             logger.warning(
-                "left out of the checkpoints in %s, as they are neither arrays nor plain data: %s. Nothing is pickled; "
-                "a resumed run gets these from the program that resumes it",
+                "left out of the checkpoints in %s because they are neither arrays nor plain data: %s. Nothing is "
+                "pickled; a resumed run takes these from the program",
                 self.directory,
                 ", ".join(new),
             )
@@ -406,7 +406,7 @@ def _link(link: Path, folder: str) -> None:
         partial.symlink_to(folder, target_is_directory=True)
         partial.replace(link)
     except OSError as error:  # the file system does not support symlinks
-        logger.debug("%s is not kept as a link: %s", link, error)
+        logger.debug("%s could not be linked: %s", link, error)
         with contextlib.suppress(OSError):
             partial.unlink()
 

@@ -42,10 +42,10 @@ def check_strategy(trainer: Any) -> None:
     """Raise StateError for strategies whose state the callback cannot save."""
     strategy = trainer.strategy
     name = type(strategy).__name__
-    works = "It works with one process, and in several with strategy='ddp' or ModelParallelStrategy (FSDP2)"
+    works = "It works with one process, and with several under strategy='ddp' or ModelParallelStrategy (FSDP2)"
     if not can_save(strategy):
         raise StateError(
-            f"CheckpointCallback cannot save what {name} holds in its {strategy.world_size} process(es). {works}; "
+            f"CheckpointCallback cannot save the state of {name} in its {strategy.world_size} process(es). {works}; "
             f"ModelCheckpoint saves {name}"
         )
     if is_sharded(strategy) and gathers_in_one_process(strategy):
@@ -55,8 +55,8 @@ def check_strategy(trainer: Any) -> None:
         )
     if averages_models(strategy):
         raise StateError(
-            f"CheckpointCallback cannot save a {name} that averages models (PostLocalSGDState), as every process has "
-            f"parameters of its own between two averages. {works}"
+            f"CheckpointCallback cannot save a {name} that averages models (PostLocalSGDState), because each process "
+            f"has its own parameters between two averages. {works}"
         )
 
 
@@ -185,7 +185,7 @@ class SharedState:
             return value
         if not isinstance(here, torch.Tensor):
             raise StateError(
-                f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has {type(here).__qualname__} "
+                f"{'/'.join(map(str, path))}: process 0 saves a tensor, but this process has {type(here).__qualname__} "
                 "there; under this strategy all processes must hold the same parameters and optimizer states"
             )
         return here.detach()

@@ -82,7 +82,7 @@ def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(
-            f"{source}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
+            f"{source}: its Lightning state has version {version!r:.20}, but this version of holdfast reads "
             f"versions up to {VERSION}; install the one that wrote it, or a newer one"
         )
     types = {tuple(keys): type_name for keys, type_name in json.loads(tree.get(_TYPES, "[]"))}
@@ -253,7 +253,7 @@ def from_plain(plain: Any, type_name: str) -> Any:
             return value_type[plain]
         made = instance_of(value_type, plain) if family == "dataclass" else None
         if made is None:
-            raise LookupError(f"{name} is something else now")
+            raise LookupError(f"{name} is now something else")
         return made
     except Exception as error:
         logger.warning("left as plain data instead of %s: %s", type_name, error)

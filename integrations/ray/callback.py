@@ -80,7 +80,7 @@ class CheckpointCallback(LoopCallback):
             return super().restore_or_initialize(state, like=like, **extras)
         if worker.count > 1 and self.manager.processes.alone:
             raise StateError(
-                f"Ray has started {worker.count} workers that are not connected, and each would save the whole state "
+                f"Ray has started {worker.count} workers that are not connected, so each would save the whole state "
                 f"to {self.manager.directory}: TorchTrainer connects its workers; with JaxTrainer on CPUs, call "
                 "jax.distributed.initialize() in every worker first"
             )
@@ -132,7 +132,7 @@ class CheckpointCallback(LoopCallback):
             self._report()
         if self.should_stop and self._preemption.number != DRAINED:
             raise PreemptedError(
-                f"SIGTERM: step {last} is saved in {self.manager.directory}; Ray is to start the run again"
+                f"SIGTERM: step {last} is saved in {self.manager.directory}; Ray should restart the run"
             )
 
     def _signal(self, signals: Sequence[signal.Signals]) -> PreemptionSignal:
@@ -145,7 +145,7 @@ class CheckpointCallback(LoopCallback):
         if reported is None or reported.url.startswith(f"{directory.url}/") or self._options.resume == "never":
             return
         if self.manager.latest_step() is None:
-            logger.info("taking a copy of %s, which Ray has as the last checkpoint", reported)
+            logger.info("copying %s, the last checkpoint that Ray knows of", reported)
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:

@@ -50,9 +50,7 @@ def run_directory(name: str = "checkpoints") -> str:
     """
     worker = current_worker()
     if worker is None:
-        raise StateError(
-            "run_directory() is called outside of the function that a trainer of Ray Train runs in workers"
-        )
+        raise StateError("run_directory() must be called in the function that a Ray Train trainer runs in its workers")
     return (worker.root() / name).url
 
 
@@ -170,7 +168,7 @@ class WorkerSignal(PreemptionSignal):
         except Exception as error:
             if method == "install":
                 logger.warning(
-                    "%s is not handled, as the main thread of this worker of Ray cannot be reached: %s; a preemption "
+                    "%s is not handled, because the main thread of this Ray worker cannot be reached: %s; a preemption "
                     "without a notice from Ray loses the steps since the last save",
                     self._names(),
                     error,

@@ -80,7 +80,7 @@ def test_import_refuses(cli: Cli, model: Path, run: Path) -> None:
     cli.output("import", model, model.parent / "ckpt", "--overwrite")
     assert "no such directory" in cli.error("import", "/nonexistent", run / "x", status=2)
     model.write_bytes(model.read_bytes()[:-10])
-    assert "cannot be read as a file of torch.save" in cli.error("import", model, run / "x", status=1)
+    assert "cannot be read as a torch.save file" in cli.error("import", model, run / "x", status=1)
 
 
 def test_a_part_is_exported(cli: Cli, model: Path) -> None:

@@ -208,7 +208,7 @@ def test_components_that_were_given_to_the_constructor_stay_shared(place: str) -
     assert same(weights(found.inner.others["two"]), weights(outer.inner.others["two"]))
     alone = f"{path}/inner"
     with pytest.raises(
-        hf.errors.OptionError, match=r"pass them by name: first \(it is the component policy, which is not part"
+        hf.errors.OptionError, match=r"pass them by name: first \(it is the component policy, which is not being"
     ):
         Injected.from_checkpoint(alone)
     part = Injected.from_checkpoint(alone, first=found.policy)
@@ -333,7 +333,7 @@ def test_missing_and_extra_parts_are_reported(place: str, caplog: pytest.LogCapt
     running = trained(1, names=("p1", "p2"))
     path = two.save_to_path(place)
     fresh = weights(running.policy("p2"))
-    with pytest.raises(hf.TreeMismatchError, match=r"does not have all components.*\n.*learner/rl_module/p2"):
+    with pytest.raises(hf.TreeMismatchError, match=r"lacks components.*\n.*learner/rl_module/p2"):
         running.restore_from_path(path, strict=True)
     assert running.iterations == 1
     with caplog.at_level(logging.WARNING, "holdfast"):
@@ -387,7 +387,7 @@ def test_parts_born_from_state_are_restored(place: str) -> None:
 
 def test_wrong_and_unknown_classes_are_refused(place: str) -> None:
     path = trained().save_to_path(f"{place}/trainer")
-    with pytest.raises(hf.errors.OptionError, match=r"holds a .*:Trainer, which is no .*:Policy"):
+    with pytest.raises(hf.errors.OptionError, match=r"holds a .*:Trainer, which is not a .*:Policy"):
         Policy.from_checkpoint(path)
 
     def saved_by_a_class_that_is_gone() -> str:

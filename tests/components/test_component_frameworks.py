@@ -328,23 +328,23 @@ endless.append(endless)
     ("value", "why"),
     [
         (object(), "is a builtins.object, which a constructor spec cannot hold"),
-        (endless, "is nested too deeply, or holds itself"),
+        (endless, "is nested too deeply, or contains itself"),
         ("\ud800", "is text with lone surrogates"),
         (1 << 20_000, "is an integer of more than 10000 bits"),
         (lambda: 0, "is a lambda, which has no name; use a function of a module"),
         (plain_id.__get__(1), "is a builtins.method, which a constructor spec cannot hold"),
-        (np.zeros(200_000), "is an array of 1600000 bytes; those belong to the state"),
+        (np.zeros(200_000), "is an array of 1600000 bytes; it belongs in the state"),
         (np.array([object()]), "is an array of object"),
-        (torch.zeros(400_000), "is a Tensor of torch.float32[400000]; those belong to the state"),
-        (torch.eye(2).to_sparse(), "is a Tensor of torch.float32[2, 2]; those belong to the state"),
-        (jnp.zeros(400_000), "is an array of float32[400000] of jax; those belong to the state"),
+        (torch.zeros(400_000), "is a Tensor of torch.float32[400000]; it belongs in the state"),
+        (torch.eye(2).to_sparse(), "is a Tensor of torch.float32[2, 2]; it belongs in the state"),
+        (jnp.zeros(400_000), "is a jax array of float32[400000]; it belongs in the state"),
     ],
     ids=["object", "cycle", "surrogate", "big", "lambda", "method", "array", "objects", "tensor", "sparse", "jax"],
 )
 def test_arguments_that_cannot_be_kept(place: str, value: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     path = Configured(Config(0.5), limits=value).save_to_path(place)
     assert f"'limits' {why}; from_checkpoint() will need it as an argument" in caplog.text
-    with pytest.raises(hf.errors.OptionError, match=re.escape(f"not kept; pass them by name: limits ({why}")):
+    with pytest.raises(hf.errors.OptionError, match=re.escape(f"not saved; pass them by name: limits ({why}")):
         Configured.from_checkpoint(path, allowed=[Config])
     assert Configured.from_checkpoint(path, allowed=[Config], limits=None).rate == 0.5
 

@@ -123,13 +123,13 @@ def test_a_new_component_is_made(run: Path, item: Any) -> None:
 @pytest.mark.parametrize(
     ("item", "arguments", "error", "message"),
     [
-        (Better, {}, hf.errors.OptionError, "holds a .*Trainer, which is no .*Better"),
-        (None, {"keep": "rate"}, hf.errors.OptionError, "keep= is for a running component"),
+        (Better, {}, hf.errors.OptionError, "holds a .*Trainer, which is not a .*Better"),
+        (None, {"keep": "rate"}, hf.errors.OptionError, "keep= applies to a running component"),
         (
             Trainer(),
             {"overrides": {"rate": 1}},
             hf.errors.OptionError,
-            "are for a new component, and a running one was given",
+            "apply to a new component, but a running one was given",
         ),
         (Trainer(), {"stric": False}, hf.errors.UnknownArgumentError, "did you mean strict"),
     ],

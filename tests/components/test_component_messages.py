@@ -85,17 +85,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "state": (
         lambda: restored("run/policies/p0/state"),
         hf.CheckpointNotFoundError,
-        "this is the folder of a component's state; give the component's directory, the one above",
+        "this folder holds a component's state; give the component's directory, one level up",
     ),
     "file of it": (
         lambda: restored("run/metadata.json"),
         hf.CheckpointNotFoundError,
-        "this is a file; a component is a directory",
+        "this is a file, but a component is a directory",
     ),
     "file of torch": (
         lambda: restored("policy.pt", Policy()),
         hf.CheckpointNotFoundError,
-        "hf.load reads files of other libraries, and set_state takes what it returns",
+        "Read files of other libraries with hf.load, and pass the result to set_state",
     ),
     "nothing": (lambda: restored("ru"), hf.CheckpointNotFoundError, "there is nothing at this path"),
     "nothing in memory": (
@@ -106,7 +106,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "tree of arrays": (
         lambda: restored("tree"),
         hf.CheckpointNotFoundError,
-        "the checkpoint here is none of components, its items are state; read it with hf.load",
+        "this checkpoint is not a component tree, its items are state; read it with hf.load",
     ),
     "directory of trees": (lambda: restored("many"), hf.CheckpointNotFoundError, "there is one at ~/many/7"),
     "directory of a manager": (
@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shape": (
         lambda: restored("run/policies/p0", Policy(5)),
         hf.TreeMismatchError,
-        "these values do not fit Policy; nothing was changed. Change the program, or name values that stay "
+        "these values do not fit Policy; nothing was changed. Change the program, or name values to keep "
         "with restore_from_path(keep=...):\n  l1/weight: expected float32[2, 5] (program), "
         "found float32[2, 3] (checkpoint)",
     ),
@@ -141,14 +141,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "keep": (
         lambda: restored("run", keep=["**/rate", "**/learning_rate"]),
         hf.TreeMismatchError,
-        "keep='../learning_rate' matches no leaf; the checkpoint has .*; nothing was changed. A path is that of",
+        "keep='../learning_rate' matches no leaf; the checkpoint has .*; nothing was changed. A path is the ",
     ),
     "keep of nothing": (lambda: restored("run", keep=""), hf.TreeMismatchError, "keep='' matches no leaf"),
     "keep of another kind": (lambda: restored("run", keep=5), hf.errors.OptionError, "keep=5 must be a pattern"),
     "another class": (
         lambda: Policy.from_checkpoint("run"),
         hf.errors.OptionError,
-        "run holds a tests.components.test_component_messages:Learner, which is no .*:Policy: call from_checkpoint on",
+        "run holds a tests.components.test_component_messages:Learner, which is not a .*:Policy: call from_check",
     ),
     "override": (
         lambda: Learner.from_checkpoint("run", learning_rate=1),
@@ -172,12 +172,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}, trust=True
         ),
         hf.errors.OptionError,
-        "cannot be imported: No module named 'no_such_module'. If it has another name now, pass renamed=",
+        "cannot be imported: No module named 'no_such_module'. If its name has changed, pass renamed=",
     ),
     "new argument": (
         lambda: Brain.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Brain}),
         hf.errors.OptionError,
-        "Brain cannot be made of the saved arguments: missing a required .*argument: 'act'; pass it by name",
+        "Brain cannot be created from the saved arguments: missing a required .*argument: 'act'; pass it by name",
     ),
     "allowed class": (
         lambda: Learner.from_checkpoint("run", allowed=Policy),  # type: ignore[arg-type]
@@ -187,12 +187,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "allowed number": (
         lambda: Learner.from_checkpoint("run", allowed=[5]),
         hf.errors.OptionError,
-        "allowed=5 is neither a class or function nor a pattern of import paths",
+        "allowed=5 is not a class, a function or a pattern of import paths",
     ),
     "state of another kind": (
         lambda: Learner().save_to_path("new", state=[1]),  # type: ignore[arg-type]
         hf.errors.OptionError,
-        r"state= must be a dictionary as get_state\(\) returns it, found list",
+        r"state= must be a dictionary like that of get_state\(\), found list",
     ),
     "no component": (
         lambda: hf.Checkpointer(ComponentCheckpointHandler()).save("new", {"a": 1}),
@@ -202,17 +202,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "over a part": (
         lambda: Policy().save_to_path("run/policies/p0", overwrite=True),
         hf.CheckpointExistsError,
-        "run/policies/p0 is a part of the tree at ~/run, which would not be whole any more; save to another path",
+        "run/policies/p0 is a part of the tree at ~/run, which this save would break; save to another path",
     ),
     "over an item": (
         lambda: Learner().save_to_path("managed/7/learner", overwrite=True),
         hf.CheckpointExistsError,
-        "~/managed/7/learner is an item of the checkpoint at ~/managed/7, which would not be whole any more",
+        "~/managed/7/learner is an item of the checkpoint at ~/managed/7, which this save would break",
     ),
     "over another checkpoint": (
         lambda: Learner().save_to_path("tree", overwrite=True),
         hf.CheckpointExistsError,
-        "the checkpoint there is none of components; choose another path",
+        "the checkpoint there is not a tree of components; choose another path",
     ),
 }
 
@@ -253,7 +253,7 @@ def test_a_constructor_of_an_argument_that_raises(tmp_path: Path) -> None:
     path = Around(Part()).save_to_path(tmp_path / "around")
     with pytest.raises(ValueError, match="there is no display") as raised:
         Around.from_checkpoint(path, renamed={f"{Part.__module__}:Part": Loud})
-    assert raised.value.__notes__[0].startswith("raised by the constructor of Loud, called as ")
+    assert raised.value.__notes__[0].startswith("raised by the constructor of Loud, called with the arguments in ")
     assert isinstance(raised.value.__cause__, OSError)
 
 

@@ -121,11 +121,11 @@ def test_the_directory_of_a_tree_is_not_that_of_its_part(tmp_path: Path) -> None
     saved, running = Trainer(), Trainer()
     saved.updates, saved.learner.updates = 7, 3
     path = saved.save_to_path(tmp_path / "tree")
-    with pytest.raises(OptionError, match=r"a tree that has a component 'learner' itself.*Pass path='.*tree/learner'"):
+    with pytest.raises(OptionError, match=r"a tree that itself has a component 'learner'.*Pass path='.*tree/learner'"):
         running.restore_from_path(path, component="learner")
     assert running.learner.updates == 0
     for name in ("", "(root)", "/"):
-        with pytest.raises(OptionError, match="leave component= out to restore all of it"):
+        with pytest.raises(OptionError, match="omit component= to restore all of it"):
             running.restore_from_path(path, component=name)
     running.restore_from_path(f"{path}/learner", component="learner")
     assert (running.updates, running.learner.updates) == (0, 3)
@@ -150,5 +150,5 @@ def test_a_part_may_have_a_component_of_its_own_name(tmp_path: Path) -> None:
         running = League()
         report = running.restore_from_path(path, component="m1")
         assert (running.m1.updates, running.m2.updates, report.unused) == (7, 0, ("m1",))
-    with pytest.raises(OptionError, match="a tree that has a component 'm1' itself"):
+    with pytest.raises(OptionError, match="a tree that itself has a component 'm1'"):
         running.restore_from_path(whole, component="m1")

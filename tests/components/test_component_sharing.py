@@ -425,7 +425,7 @@ class Held(Checkpointable):
 
 
 def test_a_component_inside_of_another_object_is_not_left_out_silently(place: str) -> None:
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="Held: holder/policy: a component inside of an object"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="Held: holder/policy: a component inside an object"):
         Held().save_to_path(place)
     assert not as_location(place).exists()
 

@@ -172,7 +172,7 @@ def test_a_class_that_the_component_does_not_show(place: str, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         running.restore_from_path(path)
     assert running.part.held == [{"a": 1}]
-    assert "Hidden, and the program has no such class with the same fields" in caplog.text
+    assert "Hidden, but the program has no such class with the same fields" in caplog.text
     assert read_state(path)["part"]["held"] == [{"a": 1}]
 
 

@@ -222,7 +222,7 @@ def test_leaves_that_orbax_cannot_store(tmp_path: Path, export: Export, leaf: An
 @pytest.mark.parametrize(
     ("saved", "exports", "what"),
     [
-        ({"a.b": np.ones(1), "a": {"b": np.zeros(1)}}, [copied, in_place], r"Orbax would give it the name 'a\.b'"),
+        ({"a.b": np.ones(1), "a": {"b": np.zeros(1)}}, [copied, in_place], r"Orbax would name it 'a\.b'"),
         ({"a": np.ones(1), "a/b": np.zeros(1), "a.c": np.zeros(1)}, [copied], "a/b: it would lie in the folder of ano"),
         ({"a.b": "text", "a": {"b/c": "text"}}, [copied], "Orbax would store it inside another text"),
         ({"a~": "text"}, [copied], "Orbax cannot store a text under the name 'a~'"),
@@ -240,7 +240,7 @@ def test_names_and_texts_that_orbax_would_confuse(tmp_path: Path, saved: Any, ex
 def test_names_that_only_a_copy_can_have(tmp_path: Path) -> None:
     saved = {"a.b": np.ones(1), "c/d": {"50%": np.zeros(2)}, 7: np.ones(3), "t/u": "text"}
     hf.save(tmp_path / "ours", saved)
-    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"stored as 'a%2Eb' and Orbax would look for 'a\.b'"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"stored as 'a%2Eb', but Orbax would look for 'a\.b'"):
         in_place(tmp_path / "ours", tmp_path / "theirs")
     found = restored(copied(tmp_path / "ours", tmp_path / "theirs"))
     assert sorted(found) == ["7", "a.b", "c/d", "t/u"]
@@ -255,7 +255,7 @@ def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
     found = hf.load(tmp_path / "new", like={"w": np.zeros(3, np.int64), "key": jax.random.key(0)})
     assert found["w"].tolist() == [0, 1, 2]
     assert found["key"] == jax.random.key(1)
-    with pytest.raises(hf.errors.OptionError, match="a checkpoint of Orbax: only checkpoints of holdfast"):
+    with pytest.raises(hf.errors.OptionError, match="a checkpoint of Orbax: only holdfast checkpoints"):
         add_orbax_metadata(tmp_path / "old")
 
 

@@ -99,9 +99,9 @@ def test_the_library_reads_what_was_exported(saved: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("shard-00001-*", r"those of shard 1 is missing.* give the path of a file"),
+        ("shard-00001-*", r"every file of shard 1 is missing.* give the path of a file"),
         ("*-model-00002-of-00002.safetensors", r"2 of 2 is missing"),
-        ("shard-00001-model-00001-*", r"tensor 'model\.\w+' is not whole: its .* parts, the first in shard-00002"),
+        ("shard-00001-model-00001-*", r"tensor 'model\.\w+' is incomplete: its .* parts, the first in shard-00002"),
     ],
     ids=["a process", "a file of all", "a file of one"],
 )
@@ -131,11 +131,11 @@ def part(path: Path, process: int, array: Any, offsets: object = (0,), note: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"offsets": (1,)}, r"have 4 elements of a shape of \[3\]"),
-        ({"offsets": (3,)}, r"have 4 elements of a shape of \[5\]"),
-        ({"offsets": (2, 0)}, "is no index of a tensor"),
-        ({"offsets": (-1,)}, "is no index of a tensor"),
-        ({"offsets": 2}, "is no index of a tensor"),
+        ({"offsets": (1,)}, r"have 4 elements for shape \[3\]"),
+        ({"offsets": (3,)}, r"have 4 elements for shape \[5\]"),
+        ({"offsets": (2, 0)}, "is not an index into a tensor"),
+        ({"offsets": (-1,)}, "is not an index into a tensor"),
+        ({"offsets": 2}, "is not an index into a tensor"),
         ({"array": np.ones(2, np.int64)}, r"do not fit together: .*00001.* has float64\[2\], .*00002.* int64\[2\]"),
         ({"array": np.ones((2, 1)), "offsets": (2, 0)}, "do not fit together"),
         ({"note": "{"}, "cannot be read"),

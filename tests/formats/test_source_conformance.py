@@ -356,7 +356,7 @@ def test_nothing_is_executed(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_importing(case: Case, path: Path, tmp_path: Path) -> None:
     if case.format == "holdfast":
-        with pytest.raises(hf.errors.OptionError, match="is a checkpoint of holdfast already"):
+        with pytest.raises(hf.errors.OptionError, match="is already a holdfast checkpoint"):
             hf.import_checkpoint(path, tmp_path / "ours")
         return
 

@@ -330,7 +330,7 @@ def with_a_record_twice(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "what"),
     [
-        (of_torch_before_1_6, r"torch before 1\.6; load it with torch.load and save it again"),
+        (of_torch_before_1_6, r"before torch 1\.6; load it with torch.load and save it again"),
         (of_a_script, "TorchScript archive, which holds code; save its state_dict"),
         (with_a_compressed_record, "compressed or encrypted"),
         (with_a_record_twice, "occurs twice"),

@@ -246,7 +246,7 @@ def test_containers_of_other_classes(tmp_path: Path) -> None:
             self.__dict__ = self
 
     with pytest.raises(
-        hf.errors.UnsupportedLeafError, match=r"replay: is a .*Replay with attributes of its own \(position\)"
+        hf.errors.UnsupportedLeafError, match=r"replay: is a .*Replay with its own attributes \(position\)"
     ):
         graph.Checkpoint(replay=Replay()).save(tmp_path / "x")
     state = collections.OrderedDict(torch.nn.Linear(1, 1).state_dict())
@@ -352,7 +352,7 @@ def test_an_error_of_a_state_names_its_object(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="the simulator is gone") as raised:
         graph.Checkpoint(holder=Holder(Broken())).save(tmp_path / "x")
-    assert "raised by holder/thing" in raised.value.__notes__[0]
+    assert "raised while reading the state of holder/thing" in raised.value.__notes__[0]
 
 
 def decorated(kind: type) -> Any:

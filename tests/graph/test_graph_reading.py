@@ -564,5 +564,5 @@ def test_namespaces_and_enumerations(place: str) -> None:
     with pytest.raises(hf.TreeMismatchError, match=r"color: expected a member .*Fewer \(program: BLUE\), found 'RED'"):
         checkpoint.restore(path)
     assert (checkpoint.color, checkpoint.space.name) == (Fewer.BLUE, "b")
-    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"both/0: is a member of an enumeration"):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"both/0: is an enum member"):
         graph.Checkpoint(both=(Color.RED, Color.BLUE)).save(f"{place}/x")

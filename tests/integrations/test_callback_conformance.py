@@ -517,7 +517,7 @@ def test_the_options_are_those_of_every_callback(driver: Driver) -> None:
         ({"save_interval_secs": "soon"}, "save_interval_secs"),
         ({"partial": "some"}, "partial='some' must be \"initialize\" or None"),
         ({"on_inexact": "stop"}, "on_inexact='stop' is not one of 'warn', 'raise', 'ignore'"),
-        ({"replicated": "data"}, "replicated='data' must be the names of extras"),
+        ({"replicated": "data"}, "replicated='data' must name extras"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

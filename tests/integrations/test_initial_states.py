@@ -488,7 +488,7 @@ def test_components_that_have_changed(place: str, caplog: pytest.LogCaptureFixtu
         ("kept as initialized", "(root)", "optimizer"),
         ("left in the checkpoint", "(root)", "old"),
     }
-    assert "optimizer: its values for policy/net/1/bias, which has another shape" in told
+    assert "optimizer: its values for policy/net/1/bias, whose shape has changed" in told
     with hf.CheckpointCallback(place) as checkpoint:  # once saved, it resumes as any other
         again, start = checkpoint.restore_or_initialize(Learner(6, steps=0, new=0))
     assert start == 2

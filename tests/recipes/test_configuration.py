@@ -132,7 +132,7 @@ ERRORS = {
     ),
     "no signal": (
         "checkpoint: {signals: [SIGKIL]}",
-        "FILE:2: checkpoint.signals: signals: 'SIGKIL' is not a signal that a process can handle; give names such as "
+        "FILE:2: checkpoint.signals: signals: 'SIGKIL' is not a signal that a process can handle; pass names such as "
         "'SIGTERM', 'SIGINT' or 'SIGUSR1'",
     ),
     "no place": (

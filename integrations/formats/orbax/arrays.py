@@ -52,8 +52,8 @@ def directory_spec(location: Location) -> dict[str, Any]:
     scheme, _, rest = location.url.partition("://")
     if scheme not in ("memory", "s3", "gs"):
         raise InvalidLocationError(
-            f"{location}: TensorStore, which reads the arrays of Orbax, does not reach {scheme}://; use a "
-            "disk, S3 or Google Cloud Storage, and copy the directory from there or to there"
+            f"{location}: TensorStore, which reads Orbax arrays, does not support {scheme}://; use a "
+            "disk, S3 or Google Cloud Storage, and copy the directory from or to it"
         )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
     spec: dict[str, Any] = {"driver": "memory"} if scheme == "memory" else {"driver": "gcs", "bucket": bucket}
@@ -124,13 +124,13 @@ class OpenedArrays:
             chunk = math.prod(length or 1 for length in grid) * self.dtypes[name].itemsize
             if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore allocates whole chunks.
                 raise DamagedCheckpointError(
-                    f"{self._location}: the chunks of array {name!r} claim {chunk} bytes, the array has {size}"
+                    f"{self._location}: the chunks of array {name!r} claim {chunk} bytes, but the array has {size}"
                 )
             total += size if box is None else box.size * self.dtypes[name].itemsize
         limit = stored * _RATIO + (_UNSTORED if filled else 1 << 20)
         if stored and total > limit:
             raise DamagedCheckpointError(
-                f"{self._location}: its arrays claim {total} bytes, all of its files have {stored}"
+                f"{self._location}: its arrays claim {total} bytes, but its files have {stored}"
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:

@@ -72,7 +72,7 @@ class OrbaxPlan:
         if not self.entries:
             self._problems.append("(root): Orbax does not save a tree without leaves")
         if self._problems:
-            headline = f"{source.location} cannot be exported to Orbax; leave these leaves out, nothing was written:"
+            headline = f"{source.location} cannot be exported to Orbax; nothing was written. Leave out these leaves:"
             raise UnsupportedLeafError("\n  ".join([headline, *self._problems]))
 
     def files(self) -> dict[str, bytes]:
@@ -114,7 +114,7 @@ class OrbaxPlan:
         other = self._taken.setdefault(name, leaf.name)
         try:
             if other != leaf.name:
-                raise UnsupportedLeafError(f"Orbax would give it the name {name!r}, which {format_path(other)} has")
+                raise UnsupportedLeafError(f"Orbax would name it {name!r}, the name of {format_path(other)}")
             self._add(leaf, name, path)
         except UnsupportedLeafError as problem:
             self._problems.append(f"{format_path(leaf.name)}: {problem}")
@@ -157,8 +157,8 @@ class OrbaxPlan:
             raise UnsupportedLeafError(f"Orbax cannot read elements of type {dtype}")
         if self._in_place and name != leaf.name:
             raise UnsupportedLeafError(
-                f"it is stored as {leaf.name!r} and Orbax would look for {name!r}; export a copy instead, or save it "
-                "under keys that are free of '.', '/', '%' and control characters"
+                f"it is stored as {leaf.name!r}, but Orbax would look for {name!r}; export a copy, or save it "
+                "under keys without '.', '/', '%' and control characters"
             )
         if self._in_place and "aggregate" in saved.details:
             raise UnsupportedLeafError(
@@ -286,7 +286,7 @@ def add_orbax_metadata(
 def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
     if not isinstance(checkpoint, NativeCheckpoint):
         raise OptionError(
-            f"{checkpoint.location} is a checkpoint of {checkpoint.format}: only checkpoints of holdfast can be made "
+            f"{checkpoint.location} is a checkpoint of {checkpoint.format}: only holdfast checkpoints can be made "
             "readable in place; export a copy"
         )
     items = checkpoint.record.items

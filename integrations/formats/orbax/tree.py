@@ -239,14 +239,14 @@ class OrbaxTree(OtherTree):
             return
         lines = [f"{p.leaf}: {p.what}" for p in problems]
         if {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
-            headline = f"{self.location}: these leaves need code of the program; load the others with select=:"
+            headline = f"{self.location}: these leaves need code from the program; load the others with select=:"
             raise UnsupportedLeafError(itemized(headline, lines))
         if len(self._present) < self._processes:
             headline = (
                 f"{self.location} has the parts that {len(self._present)} of {self._processes} processes saved "
-                f"({shortened(list(map(str, self._present)))}), and others are missing: each process saved on the disk "
+                f"({shortened(list(map(str, self._present)))}), but others are missing: each process saved to the disk "
                 f"of its host. Copy {self.location.parent.name} from the other hosts into the same folder (rsync -a "
-                f"HOST:DIRECTORY/{self.location.parent.name} {self.location.parent.parent}), or load a step of the "
+                f"HOST:DIRECTORY/{self.location.parent.name} {self.location.parent.parent}), or load a step from the "
                 "persistent directory"
             )
             raise DamagedCheckpointError(itemized(headline, lines))
@@ -269,7 +269,7 @@ class OrbaxTree(OtherTree):
             elif self._names[leaf.name] in self._shared:
                 name = self._names[leaf.name]
                 paths = " and ".join(format_path(other) for other, stored in self._names.items() if stored == name)
-                problem = f"{paths} have the same name {name!r} in Orbax's files, so that only one of them was kept, "
+                problem = f"{paths} have the same name {name!r} in Orbax's files, so only one of them was kept, "
                 problems.append(Problem("", format_path(leaf.name), f"{problem}and the files do not say which"))
             else:
                 wanted[index] = Wanted(self._names[leaf.name], box)
@@ -329,7 +329,7 @@ class OrbaxTree(OtherTree):
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""}
         else:
             if (name and any(part in ("", ".", "..") for part in name.split("/"))) or "\0" in name:
-                raise DamagedCheckpointError(f"a leaf is called {name!r:.200}, which is not the name of a folder")
+                raise DamagedCheckpointError(f"a leaf is called {name!r:.200}, which is not a valid folder name")
             kvstore = {**base, "path": f"{base['path']}{name}/" if name else base["path"]}
         driver, fill = "zarr3" if self._metadata.use_zarr3 else "zarr", not self._metadata.complete
         return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": fill}

@@ -203,9 +203,9 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
         for file in (prefix, *(prefix.parent / name for name in shards[:1])):
             if file.is_there() and _FIRST_ENTRY.match(first_bytes(file, 8)) and ends_as_table(file):
                 raise FormatVersionError(
-                    f"{file} is a TensorFlow checkpoint of the format before TensorFlow 0.12 (V1, a single table), "
-                    "which is not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that "
-                    "writes the format with .index and .data files"
+                    f"{file} is a TensorFlow checkpoint in the format before TensorFlow 0.12 (V1, a single table), "
+                    "which is not supported. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: "
+                    "that writes the format with .index and .data files"
                 )
     except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError is raised if it is not a regular file.
         return

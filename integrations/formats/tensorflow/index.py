@@ -204,7 +204,7 @@ def _check_version(message: bytes) -> None:
             bad += [signed(value)] if isinstance(value, int) else list(value)
     if needed > _VERSION or _VERSION in bad:
         raise FormatVersionError(
-            f"it needs version {needed} of the format of TensorFlow's checkpoints; this version of holdfast reads "
+            f"it needs version {needed} of the TensorFlow checkpoint format; this version of holdfast reads "
             f"{_VERSION}: update holdfast, or save it again with an older TensorFlow"
         )
 
@@ -270,13 +270,13 @@ def masked(crc: int) -> int:
 def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
     """Read all entries of a table, and verify the checksum of every block."""
     if len(content) < FOOTER_BYTES or not content.endswith(MAGIC):
-        raise DamagedCheckpointError("it does not end as an index file does: it is cut off, or not an index file")
+        raise DamagedCheckpointError("it does not end like an index file: it is cut off, or not an index file")
     end = len(content) - FOOTER_BYTES
     footer = content[end : -len(MAGIC)]
     cursor = Cursor(footer, "its footer")
     metaindex, index = _handle(cursor), _handle(cursor)
     if footer != b"".join(map(encode_varint, (*metaindex, *index))).ljust(len(footer), b"\0"):
-        raise DamagedCheckpointError("its footer is not as TensorFlow writes it")
+        raise DamagedCheckpointError("its footer is not what TensorFlow writes")
     _block(content, metaindex, end)
     budget = _KEYS_AMPLIFICATION * len(content) + _KEYS_SMALL
     entries: list[tuple[bytes, bytes]] = []
@@ -315,7 +315,7 @@ def _block(content: bytes, handle: _Handle, end: int) -> bytes:
     compression = content[stop]
     stored = int.from_bytes(content[stop + 1 : stop + _TRAILER_BYTES], "little")
     if masked(crc32c(content[handle.offset : stop + 1])) != stored:
-        raise DamagedCheckpointError(f"the block at byte {handle.offset} does not have the checksum in the file")
+        raise DamagedCheckpointError(f"the block at byte {handle.offset} does not match the checksum in the file")
     data = content[handle.offset : stop]
     if compression == _RAW:
         return data

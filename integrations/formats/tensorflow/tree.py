@@ -59,7 +59,7 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
     if not texts or (entry.kind != VARIANT and fits and not any(text.endswith(b"\0") for text in texts)):
         return np.array(texts, f"S{max(longest, 1)}").reshape(shape)
     if len(texts) > MOST_LEAVES:
-        raise UnsupportedLeafError(f"{len(texts)} pieces of text that no array of numpy can hold")
+        raise UnsupportedLeafError(f"{len(texts)} pieces of text that no numpy array can hold")
     return as_objects(texts, shape).tolist()
 
 
@@ -83,9 +83,9 @@ def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
         fixed = lengths.astype(np.dtype(np.uint32).newbyteorder(order)).tobytes()
     crc = crc32c(fixed)
     if masked(crc).to_bytes(_CHECKSUM_BYTES, order) != noted:
-        raise DamagedCheckpointError("the lengths of its text do not have the checksum in the file")
+        raise DamagedCheckpointError("the lengths of its text do not match the checksum in the file")
     if masked(extend(extend(crc, noted), data[cursor.position :])) != entry.checksum:
-        raise DamagedCheckpointError("its text does not have the checksum in the file")
+        raise DamagedCheckpointError("its text does not match the checksum in the file")
     texts = [cursor.take(length) for length in lengths.tolist()]
     cursor.finish()
     return texts
@@ -101,10 +101,10 @@ def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
         noted = cursor.take(_CHECKSUM_BYTES)
         crc = extend(extend(crc, length.to_bytes(8, order)), messages[-1])
         if masked(crc).to_bytes(_CHECKSUM_BYTES, order) != noted:
-            raise DamagedCheckpointError("a variant does not have the checksum in the file")
+            raise DamagedCheckpointError("a variant does not match the checksum in the file")
         crc = extend(crc, noted)
     if cursor.remaining or (data and masked(crc) != entry.checksum):
-        raise DamagedCheckpointError("its variants do not have the checksum in the file")
+        raise DamagedCheckpointError("its variants do not match the checksum in the file")
     return messages
 
 
@@ -220,7 +220,7 @@ class Bundle:
             raise DamagedCheckpointError(f"{file} is missing: the checkpoint is incomplete")
         if entry.size and entry.offset + entry.size > (size or 0):
             raise DamagedCheckpointError(
-                f"{file} is cut off: expected {entry.size} bytes at offset {entry.offset}, the file has {size}"
+                f"{file} is cut off: expected {entry.size} bytes at offset {entry.offset}, but the file has {size}"
             )
 
     @cached_property
@@ -267,7 +267,7 @@ def decode_objects(message: bytes) -> list[ObjectNode]:
         numbers = [*node.children.values(), *(number for first, _, last in node.slots for number in (first, last))]
         if any(not 0 <= number < len(nodes) for number in numbers):
             raise DamagedCheckpointError(
-                f"the graph of objects has an edge to an object that is not among its {len(nodes)}"
+                f"the object graph has an edge to an object that is not among its {len(nodes)}"
             )
     return nodes
 
@@ -346,7 +346,7 @@ def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
         return
     while f"/{ATTRIBUTES}/" in f"/{beginning}" and index < len(keys) and keys[index].startswith(beginning):
         if limit <= 0:
-            raise DamagedCheckpointError("in the graph of objects, too many objects share each value")
+            raise DamagedCheckpointError("in the object graph, too many objects share each value")
         yield keys[index]
         index, limit = index + 1, limit - 1
 
@@ -422,7 +422,7 @@ def _objects(bundle: Bundle) -> list[ObjectNode] | None:
     entry = bundle.tensors.get(GRAPH_KEY)
     if entry is None or not bundle.is_text(GRAPH_KEY) or entry.shape:
         return None
-    with naming(bundle.prefix, ": its graph of objects cannot be read"):
+    with naming(bundle.prefix, ": its object graph cannot be read"):
         return decode_objects(bundle.texts(GRAPH_KEY)[0]) or None
 
 

@@ -96,8 +96,8 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         return None
     if not files:
         raise CheckpointNotFoundError(
-            f"{location}: torch.distributed.checkpoint did not finish saving this checkpoint, or its {METADATA} was "
-            "lost, which says what its other files hold; load another checkpoint"
+            f"{location}: torch.distributed.checkpoint did not finish saving this checkpoint, or its {METADATA}, "
+            "which describes the other files, was lost; load another checkpoint"
         )
     contents = {file: (location / file).read_bytes(limit=_METADATA_LIMIT) for file in files}
     if not all(b"torch.distributed.checkpoint" in content[:4096] for content in contents.values()):
@@ -330,11 +330,11 @@ def _places(data: Mapping[Any, Any]) -> Places:
         is_compressed = is_one and _ZSTD.fullmatch(transformed[0]) is not None
         if transformed and not is_compressed:
             raise DamagedCheckpointError(
-                f"entry {shown(name)} is transformed by {shown(transformed)}, which holdfast does not undo; load it "
+                f"entry {shown(name)} is transformed by {shown(transformed)}, which holdfast cannot undo; load it "
                 "with torch.distributed.checkpoint and save it without extensions"
             )
         if type(file) is not str or file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
-            raise DamagedCheckpointError(f"entry {shown(name)} is in {shown(file)}, which is not a file of its folder")
+            raise DamagedCheckpointError(f"entry {shown(name)} is in {shown(file)}, which is not a file in its folder")
         if type(begin) is not int or type(length) is not int or not 0 <= begin <= _LARGEST or length < 0:
             raise DamagedCheckpointError(f"entry {shown(name)} has an offset or size that {file} cannot have")
         start = None if offset is None else sizes(offset)
@@ -346,7 +346,7 @@ def _place(places: Places, name: str, start: Ints | None) -> Extent:
     extent = places.get((name, start))
     if extent is None:
         at = "" if start is None else f" at {start}"
-        raise DamagedCheckpointError(f"the metadata has no location of entry {shown(name)}{at}")
+        raise DamagedCheckpointError(f"the metadata has no location for entry {shown(name)}{at}")
     return extent
 
 
@@ -428,5 +428,5 @@ def export_dcp(source: TreeSource, destination: Location) -> None:
         written = recognise(partial, frozenset(entry.name for entry in partial.entries()))
         problems = ["it is not recognised"] if written is None else list(map(str, written.source.verify()))
         if problems:
-            raise DamagedCheckpointError(itemized(f"{destination} does not read as it was written:", problems))
+            raise DamagedCheckpointError(itemized(f"{destination} does not read back as written:", problems))
         partial.sync_directory()

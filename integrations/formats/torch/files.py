@@ -68,12 +68,12 @@ class TorchArchive:
         self._size = file.seek(0, io.SEEK_END)
         file.seek(0)
         if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
-            raise NoArchive("it does not begin as an archive of torch.save does")
+            raise NoArchive("it does not begin like a torch.save archive")
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, UnicodeDecodeError) as error:
-            raise DamagedCheckpointError(f"it is not a whole zip archive: {error}") from error
+            raise DamagedCheckpointError(f"it is not a complete zip archive: {error}") from error
         if len(members) > _RECORDS_LIMIT or sum(member.file_size for member in members) > self._size:
             raise DamagedCheckpointError("its records claim more bytes than the archive has")
         if any(member.filename.endswith("/constants.pkl") or "/code/" in member.filename for member in members):
@@ -102,7 +102,7 @@ class TorchArchive:
         file.seek(record.offset - self._offset)
         content = file.read(record.length)
         if record.crc32 is not None and zlib.crc32(content) != record.crc32:
-            raise DamagedCheckpointError(f"record {name} does not have the checksum in the archive")
+            raise DamagedCheckpointError(f"record {name} does not match the checksum in the archive")
         return content
 
     def _record(self, file: BinaryIO, info: zipfile.ZipInfo) -> Record:
@@ -151,7 +151,7 @@ class _Extent(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if position < 0:
-            raise ValueError("a place before the beginning")
+            raise ValueError("a position before the beginning")
         self._position = position
         return position
 
@@ -178,12 +178,12 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         magic = reader.read(0, min(reader.size, len(_LEGACY_MAGIC))).tobytes()
         if magic == _LEGACY_MAGIC:
             raise DamagedCheckpointError(
-                f"{location} is in the format of torch before 1.6; load it with torch.load and save it again"
+                f"{location} is in the format from before torch 1.6; load it with torch.load and save it again"
             )
         if not magic.startswith(ZIP_MAGIC):
             return None
         size = reader.size
-        with naming(location, " cannot be read as a file of torch.save"):
+        with naming(location, " cannot be read as a torch.save file"):
             archive = TorchArchive(opened(reader, 0, size))
             tree = read_object(archive)
     is_lightning = isinstance(tree, dict) and "pytorch-lightning_version" in tree and "state_dict" in tree

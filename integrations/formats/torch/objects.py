@@ -52,7 +52,7 @@ def named_dtype(dtype: object) -> TorchDType:
     name = dtype.attribute if isinstance(dtype, Name) and dtype.module == "torch" else ""
     if name in _DTYPES:
         return torch_dtype(name)
-    raise DamagedCheckpointError(f"{shown(dtype)} is not a dtype of torch that holdfast knows")
+    raise DamagedCheckpointError(f"{shown(dtype)} is not a torch dtype that holdfast knows")
 
 
 class Record(NamedTuple):
@@ -179,9 +179,9 @@ class _Array(Stateful):
             self.value = Unreadable(f"an array of {dtype.elements}")
             return
         if not isinstance(dtype, _DType) or type(data) is not bytes:
-            raise ValueError("an array of numpy has elements that are not plain data")
+            raise ValueError("a numpy array has elements that are not plain data")
         if math.prod(shape) * dtype.value.itemsize != len(data):
-            raise ValueError(f"an array of numpy of shape {shape} has {len(data)} bytes")
+            raise ValueError(f"a numpy array of shape {shape} has {len(data)} bytes")
         self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran is True else "C").copy()
 
 
@@ -208,7 +208,7 @@ def _scalar(dtype: Any, data: Any = None) -> Any:
     if isinstance(dtype, _DType) and dtype.value is None:
         return Unreadable(f"a number of {dtype.elements}")
     if not isinstance(dtype, _DType) or type(data) is not bytes or len(data) != dtype.value.itemsize:
-        raise ValueError("a number of numpy has a value that is not plain data")
+        raise ValueError("a numpy scalar has a value that is not plain data")
     return np.frombuffer(data, dtype.value)[0]
 
 
@@ -222,7 +222,7 @@ def plain_array(value: Any) -> Any:
     """Return the numpy array built from a pickle; return any other value unchanged."""
     if isinstance(value, _Array):
         if value.value is None:
-            raise DamagedCheckpointError("an array of numpy has no elements")
+            raise DamagedCheckpointError("a numpy array has no elements")
         return value.value
     return value
 

@@ -152,7 +152,7 @@ class _Machine:
 
     def persist(self, identity: Any) -> None:
         if self.persistent is None:
-            raise ValueError("it refers to an object outside")
+            raise ValueError("it refers to an external object")
         self.stack.append(self.persistent(identity))
 
     def append(self, items: list[Any]) -> None:

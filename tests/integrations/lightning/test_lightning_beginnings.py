@@ -188,7 +188,7 @@ def test_two_callbacks_of_one_directory_are_refused(tmp_path: Path) -> None:
     """Each would take what the other saves for a call of ``trainer.save_checkpoint``, and save every step."""
     same = [CheckpointCallback(tmp_path / "run"), CheckpointCallback(f"{tmp_path}/other/../run")]
     with pytest.raises(
-        hf.errors.OptionError, match=rf"the trainer has 2 callbacks that save to {tmp_path}/run: leave one"
+        hf.errors.OptionError, match=rf"the trainer has 2 callbacks that save to {tmp_path}/run: keep one"
     ):
         trained(same, 1)
     assert not (tmp_path / "run").exists()
@@ -243,7 +243,7 @@ def test_one_directory_for_all_folds_is_refused(start_again: Callable[[], None],
     if restarts:
         start_again()
         program.run(directory, max_epochs=1)
-    with pytest.raises(hf.errors.StateError, match=r"finished with another module.*directory of its own"):
+    with pytest.raises(hf.errors.StateError, match=r"finished with another module.*its own directory"):
         program.run(directory, max_epochs=1)
     with pytest.raises(hf.errors.StateError, match="finished with another module"):
         program.run(directory, max_epochs=2)

@@ -190,7 +190,7 @@ def test_checkpoints_are_never_started_over(monkeypatch: pytest.MonkeyPatch) -> 
     directory = new_directory()
     program.run(directory, max_epochs=1)
     monkeypatch.setattr(CheckpointCallback, "ckpt_path", None)  # as if a trainer did not ask any more
-    with pytest.raises(hf.errors.StateError, match="up to step 5, but the trainer does not begin with one"):
+    with pytest.raises(hf.errors.StateError, match="up to step 5, but the trainer did not load one"):
         program.run(directory)
 
 

@@ -121,12 +121,12 @@ def test_what_managers_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"item_intervals": {"state": 2}}, "item_intervals=.*has the items state and"),
+        ({"item_intervals": {"state": 2}}, "item_intervals=.*has the item state and"),
         ({"hyperparameters": "mine"}, "hyperparameters='mine' must be 'saved' or 'program'"),
         ({"barrier_timeout_secs": "soon"}, "barrier_timeout_secs='soon'"),
         ({"step_prefix": "a/b"}, "step_prefix='a/b' cannot be part"),
-        ({"replicated": "loaders"}, "replicated='loaders' must be the names of extras"),
-        ({"replicated": ["data"]}, "replicated names 'data', and a Lightning trainer has 'loaders'"),
+        ({"replicated": "loaders"}, "replicated='loaders' must name extras"),
+        ({"replicated": ["data"]}, "replicated names 'data', but a Lightning trainer has 'loaders'"),
         ({"export_best": "best.ckpt"}, "export_best= needs best_fn"),
         ({"export_best": "best.pt", "best_fn": "loss", "best_mode": "min"}, "must end in .safetensors or .ckpt"),
         ({"every_n_epochs": 0}, "must be a whole number of at least 1"),
@@ -150,7 +150,7 @@ def test_state_of_all_processes_is_declared_in_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "known"), [("loaders/1", 1), ("loaders", 0)])
 def test_a_declaration_of_a_loader_without_a_state_is_refused(tmp_path: Path, name: str, known: int) -> None:
     loaders = [hf.skip_to([1.0], 0, global_batch_size=1)] * known + [DataLoader(Numbers(False))]
-    with pytest.raises(hf.errors.OptionError, match=f"replicated names '{name}', and the trainer has {known} training"):
+    with pytest.raises(hf.errors.OptionError, match=f"replicated names '{name}', but the trainer has {known} training"):
         replicated_states(loaders, [name])
 
 

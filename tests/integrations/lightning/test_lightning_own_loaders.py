@@ -436,7 +436,7 @@ def test_a_loader_without_a_state(loaders: Callable[[], Any], tmp_path: Path) ->
 
 def test_a_place_that_is_not_found_again_is_told_with_what_differs(tmp_path: Path) -> None:
     run(beside(DatedDeclared, CYCLE)(), tmp_path, 2)
-    with pytest.raises(StateError, match=r"\(different: saved\.at\)\. Leave out of its state what differs without"):
+    with pytest.raises(StateError, match=r"\(different: saved\.at\)\. Leave out of its state whatever changes without"):
         run(beside(DatedDeclared, CYCLE)(), tmp_path, 1)
 
 
@@ -447,7 +447,7 @@ def test_data_that_last_longer_than_an_epoch_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, loader: type[Any], limit: int | None, warned: int
 ) -> None:
     run(loader(), tmp_path, limit=limit)
-    found = [text for text in caplog.messages if f"the data of {loader.__name__} last longer" in text]
+    found = [text for text in caplog.messages if f"there is more data in {loader.__name__}" in text]
     assert len(found) == warned
 
 

@@ -212,7 +212,7 @@ def test_a_process_without_a_state_to_save_stops_the_save_of_the_others_at_once(
 def test_a_save_after_an_exception_is_refused_at_once(run: Run, tmp_path: Path) -> None:
     """The others may wait in a collective for the one that has failed: no save of all of them is possible then."""
     for report in run(tmp_path, status=1, checkpoint={"save_on_exception": True}):
-        assert "save_on_exception=True works in one process, and this run has 2" in report["said"]
+        assert "save_on_exception=True works with one process, but this run has 2" in report["said"]
     assert hf.list_checkpoints(tmp_path) == []
 
 
@@ -229,7 +229,7 @@ def test_another_number_of_processes_goes_on(run: Run, stop: Run, tmp_path: Path
     assert {report["first_step"] for report in ended} == {saved.step}
     assert [report["began"] for report in ended] == [[weights, saved.step * before // now]] * now
     assert len({str(report["random"]) for report in ended}) == now, "two processes draw the same numbers"
-    assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0]["said"]
+    assert f"saved by {before} processes, each with a share of the data, and resumed by {now}" in ended[0]["said"]
 
 
 def test_the_same_batch_of_all_processes_with_another_number(run: Run, stop: Run, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_same_batch_of_all_processes_with_another_number(run: Run, stop: Run
     [saved] = hf.list_checkpoints(tmp_path)
     [report] = run(tmp_path, 1, checkpoint=NEVER, loader="shuffled", seed=7)
     assert report["began"][1] == saved.step
-    assert "come again" not in report["said"]
+    assert "are repeated" not in report["said"]
 
 
 @pytest.mark.parametrize("now", [1, pytest.param(3, marks=SWEEP)])
@@ -247,7 +247,7 @@ def test_places_in_the_data_of_another_number_of_processes(run: Run, stop: Run, 
     stop(tmp_path, **options, signal_after=["all", 1])
     [saved] = hf.list_checkpoints(tmp_path)
     for report in run(tmp_path, now, status=1, **options, seed=7):
-        assert "the states of its data loaders (loaders/0) are places in the data of one process each" in report["said"]
+        assert "each state of its data loaders (loaders/0) is a position in the data of one process" in report["said"]
         assert "give CheckpointCallback reshard=" in report["said"]
     assert [one.step for one in hf.list_checkpoints(tmp_path)] == [saved.step]
     ended = run(tmp_path, now, **options, seed=7, reshard=True, max_epochs=1)
@@ -257,7 +257,7 @@ def test_places_in_the_data_of_another_number_of_processes(run: Run, stop: Run, 
         taken = saved.step * 2 // now  # batches of the epoch that are done
         assert report["began"][1] == taken
         assert report["final"]["step"] == saved.step + BATCHES - taken
-    left = "that processes from 1 on had are left" if now == 1 else "Processes from 2 on begin with fresh"
+    left = "of processes from 1 on are dropped" if now == 1 else "Processes from 2 on start with fresh"
     assert left in ended[0]["said"]
 
 
@@ -307,7 +307,7 @@ def test_one_position_of_all_processes_stopped_before_a_validation_and_in_it(
         pytest.param(
             {**CUT, "loader": "of all, beside the same batches"},
             2,
-            ["which was at {'epoch': 0, 'samples': "],
+            ["instead of {'epoch': 0, 'samples': "],
             id="a position that counted batches do not reach is refused",
         ),
         pytest.param(
@@ -315,7 +315,7 @@ def test_one_position_of_all_processes_stopped_before_a_validation_and_in_it(
             1,
             [
                 "the data loader of loaders/0 declares that its state is the same in all processes",
-                "and 2 processes saved different ones",
+                "but 2 processes saved different ones",
             ],
             id="positions that differ are refused",
         ),
@@ -339,7 +339,7 @@ def test_generators_of_all_processes(run: Run, stop: Run, tmp_path: Path, alike:
     ended = run(tmp_path, 3, status=int(not alike), **options, seed=7)
     if alike:
         assert len({str(report["random"]) for report in ended}) == 1
-        assert "Processes from 2 on begin with fresh averages over the epoch" in ended[0]["said"]
+        assert "Processes from 2 on start with fresh averages over the epoch" in ended[0]["said"]
     else:
         assert "the 2 processes of the checkpoint saved different states of python, torch" in ended[0]["said"]
 
@@ -349,7 +349,7 @@ def test_a_position_of_all_processes_that_is_not_found_again_is_refused() -> Non
     saved = {"replicated": [1], "loaders": [{"place": 1}, {"place": 24}], "consumed": 1}
     check_same_place(saved, [At(1), At(24)])
     check_same_place(saved, [At(7), At(24)])  # The state of the first is its own affair.
-    with pytest.raises(hf.errors.StateError, match="the data loader of loaders/1, which was at"):
+    with pytest.raises(hf.errors.StateError, match="the data loader of loaders/1 is at"):
         check_same_place(saved, [At(1), At(36)])
 
 
@@ -369,7 +369,7 @@ class At:
 @pytest.mark.parametrize("shares", [None, [{"loaders": []}, {"loaders": []}]])
 def test_a_step_without_the_states_that_it_declares_is_refused(shares: Any) -> None:
     saved = {"point": "validation", "replicas": 2, "replicated": [0], "loaders": []}
-    with pytest.raises(hf.errors.StateError, match="name an earlier step with fit"):
+    with pytest.raises(hf.errors.StateError, match="pass an earlier step as fit"):
         check_replicated(saved, shares)
 
 
@@ -480,9 +480,9 @@ def trainer(*names: str, **attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (trainer("FSDPStrategy"), "cannot save what FSDPStrategy holds .*'ddp' or ModelParallelStrategy"),
-        (trainer("DeepSpeedStrategy", "DDPStrategy"), "cannot save what DeepSpeedStrategy holds"),
-        (trainer("XLAStrategy", "DDPStrategy"), "cannot save what XLAStrategy holds"),
+        (trainer("FSDPStrategy"), "cannot save the state of FSDPStrategy in .*'ddp' or ModelParallelStrategy"),
+        (trainer("DeepSpeedStrategy", "DDPStrategy"), "cannot save the state of DeepSpeedStrategy"),
+        (trainer("XLAStrategy", "DDPStrategy"), "cannot save the state of XLAStrategy"),
         (trainer("ModelParallelStrategy", _save_distributed_checkpoint=False), "save_distributed_checkpoint=False"),
         (trainer("DDPStrategy", _ddp_comm_state=type("PostLocalSGDState", (), {})()), "averages models"),
     ],

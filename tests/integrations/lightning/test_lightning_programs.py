@@ -204,7 +204,7 @@ def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest
         fit(directory, Measures, signal_at=2)
     fit(directory, Net)
     names = "tracker.1, shared.precision, shared.recall, whole"
-    assert f"the module lacks metrics that the checkpoint has, and they are left: {names}" in caplog.messages
+    assert f"the module lacks metrics that the checkpoint has; they are ignored: {names}" in caplog.messages
 
 
 class Named(ModelCheckpoint):
@@ -230,7 +230,7 @@ def test_a_checkpoint_callback_of_the_program_is_none_of_ours(tmp_path: Any, cap
 
 
 RAW_BATCHES, RAW_EPOCHS = 6, 2
-SAID = "steps are batches here, since no optimizer of Lightning steps"
+SAID = "batches count as steps, because no Lightning optimizer steps"
 
 
 class Raw(lightning.LightningModule):

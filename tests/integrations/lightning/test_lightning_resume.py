@@ -207,8 +207,8 @@ def test_what_a_step_of_an_earlier_version_has_more_is_named(
         program.run(directory, checkpoint=NEVER, max_steps=step + 1)
         (told,) = [one.getMessage() for one in caplog.records if "an earlier version of holdfast" in one.getMessage()]
         assert (
-            "has more than a resume restores now: attributes of data loaders (0.loader.count); generators of data "
-            "loaders (0.dataset.rng, 0.dataset.transform.rng); results of searches (lr)."
+            "has state that is no longer restored: data loader attributes (0.loader.count); data loader generators "
+            "(0.dataset.rng, 0.dataset.transform.rng); search results (lr)."
         ) in told
 
 

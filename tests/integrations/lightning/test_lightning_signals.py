@@ -257,7 +257,7 @@ def test_left_twice_in_the_same_validation() -> None:
 def test_a_validation_is_left_with_its_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
         first, _ = check("counts validation batches", Interruption("signal in validation", 3, 0))
-    assert "preempted in the validation after step 3, which is not saved: the run resumes from step 2" in caplog.text
+    assert "preempted during validation after step 3, which is not saved: the run resumes from step 2" in caplog.text
     assert first.recorder.validations == []
 
 

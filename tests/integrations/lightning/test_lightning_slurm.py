@@ -146,7 +146,7 @@ def test_a_file_of_lightning_never_wins(tmp_path: Path, caplog: pytest.LogCaptur
     loaders = program.loaders()
     bias, step = biases(lambda trainer, model: trainer.fit(model, *loaders))
     assert (step, bias < 30.0) == (10, True)
-    assert "hpc_ckpt_1.ckpt is left alone" in caplog.text
+    assert "hpc_ckpt_1.ckpt is ignored" in caplog.text
     assert biases(lambda trainer, model: trainer.fit(model, *loaders)) == [bias, 10]
 
     for name in ("validate", "test"):
@@ -208,7 +208,7 @@ def test_a_file_of_lightning_never_wins_over_a_newer_step(
         assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [5, 10]
     else:
         assert bias == 7.0
-    assert len([text for text in caplog.messages if "hpc_ckpt_1.ckpt is left alone" in text]) == 1
+    assert len([text for text in caplog.messages if "hpc_ckpt_1.ckpt is ignored" in text]) == 1
     if function != "fit" and not given_by.endswith("the first of a process"):  # which is left alone in any case
         assert use(function, epochs=2, ckpt_path="hpc")[0] > 30.0
 

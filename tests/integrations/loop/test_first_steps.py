@@ -606,7 +606,7 @@ class Trainer:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ("keep_best", r"trainer/best: another object than in the fresh state"),
+        ("keep_best", r"trainer/best: a different object than in the fresh state"),
         ("unfreeze", r"trainer/optimizer/groups/1: not in the fresh state"),
         ("grow", r"trainer/model/added: not in the fresh state"),
         (

@@ -270,7 +270,7 @@ def test_outside_of_a_worker_it_is_the_ordinary_callback(tmp_path: Path) -> None
         state, start = checkpoint.restore_or_initialize({"w": 0})
         os.kill(os.getpid(), signal.SIGTERM)
         assert checkpoint.on_step(start + 1, state).should_stop
-    with pytest.raises(StateError, match="outside"):
+    with pytest.raises(StateError, match="must be called in"):
         run_directory()
 
 
@@ -449,7 +449,7 @@ def test_a_wait_for_an_actor_is_told(actors: Actors, caplog: pytest.LogCaptureFi
 
 def test_a_bare_handle_alone_is_started_again_by_its_class(actors: Actors, tmp_path: Path) -> None:
     path = Bare(2).play().save_to_path(tmp_path / "bare")
-    with pytest.raises(OptionError, match=r"handle of an actor does not know them.*Pass kind=Class"):
+    with pytest.raises(OptionError, match=r"an actor handle does not know them.*Pass kind=Class"):
         RemoteComponent.from_checkpoint(f"{path}/runners/1")
     part = RemoteComponent.from_checkpoint(f"{path}/runners/1", kind=Runner, seed=1)
     assert part.actor.object.total == 11
