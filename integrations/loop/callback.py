@@ -313,7 +313,6 @@ class CheckpointCallback:
         self._names: frozenset[str] = frozenset()
         self._closed = False
         self._has_peeked = False
-        self._should_stop = False
         self._restored: int | None = None
         self._went_on_from: int | None = None
         self._reported: int | None = None
@@ -349,7 +348,7 @@ class CheckpointCallback:
     @property
     def should_stop(self) -> bool:
         """True if ``on_step`` has saved because of a preemption and asked the loop to stop."""
-        return self._should_stop
+        return self._after_signal.left == 0
 
     @property
     def exit_status(self) -> int:
@@ -530,15 +529,15 @@ class CheckpointCallback:
             saver, stop = self._begin_without_restore(state)
         self._reported = self._ending.step = step
         self._after_signal.note_step()
-        if self._should_stop and self._preemption.ends_run:
+        if self.should_stop and self._preemption.ends_run:
             self._manager.observer.reached("step", step)
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
-        if self._after_signal.left is not None and not self._should_stop:
+        if self._after_signal.left:
             saver.show(report)
             if self._after_signal.count() == 0:
-                self._stop_now(extras)
-            return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
+                self._end_loaders(extras)
+            return StepOutcome(False, "preempted; the step is recorded and not saved", self.should_stop)
         saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
         if stop.after_batch():
@@ -566,18 +565,18 @@ class CheckpointCallback:
         self._manager.observer.reached("validation", step)
         saver = self._saver
         is_saved = step in self._manager.all_steps() if saver is None else saver.holds(step)
-        if self._after_signal.left is not None and not is_saved:
-            return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
+        if self._after_signal.left and not is_saved:
+            return StepOutcome(False, "preempted; the step is recorded and not saved", self.should_stop)
         if is_saved:
             record_metrics(self._manager, step, metrics)
-            return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
+            return StepOutcome(False, f"metrics recorded with step {step}", self.should_stop)
         decision = None if saver is None else saver.reconsider(step, metrics)
         if saver is None or decision is None:
-            return StepOutcome(False, f"step {step} is not saved, so its metrics are not kept", self._should_stop)
+            return StepOutcome(False, f"step {step} is not saved, so its metrics are not kept", self.should_stop)
         if not decision.save or saver.why_lost() is not None:
-            return StepOutcome(False, decision.reason, self._should_stop)
+            return StepOutcome(False, decision.reason, self.should_stop)
         saver.save(decision.reason)
-        return StepOutcome(True, decision.reason, self._should_stop)
+        return StepOutcome(True, decision.reason, self.should_stop)
 
     def close(self) -> None:
         """Save the last step unless it is already saved, wait for all saves, and close; done by the ``with`` block.
@@ -591,7 +590,7 @@ class CheckpointCallback:
         saver = self._saver
         if self._last_step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
-        orderly, ends_early = False, self._after_signal.left is not None and not self._should_stop
+        orderly = False
         try:
             try:
                 # With an AgreedStop, it is possible that only this process has received a signal after the last step.
@@ -605,10 +604,10 @@ class CheckpointCallback:
             orderly = True
         finally:
             self._end(orderly=orderly)
-        if saver is not None and not self._should_stop and self._after_signal.left is None:
+        if saver is not None and self._after_signal.left is None:
             last = self._restored if saver.step is None else saver.step
             self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
-        if ends_early:
+        if self._after_signal.left:
             self._hand_on()
 
     def _hand_on(self) -> None:
@@ -648,7 +647,7 @@ class CheckpointCallback:
 
     def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
         # After a preemption, the steps after the saved step do not count as lost, because the resume repeats them.
-        has_stopped = self._should_stop or self._after_signal.left is not None
+        has_stopped = self._after_signal.left is not None
         self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
         if self._stop is not None:
@@ -756,15 +755,14 @@ class CheckpointCallback:
         self._witness.begin(Report(0, state).seen({}))
         return saver, stop
 
-    def _stop_now(self, extras: Mapping[str, Any]) -> None:
-        """Ask the loop to stop, and end its data loaders, because a ``break`` may only leave the innermost loop."""
-        self._should_stop = True
+    def _end_loaders(self, extras: Mapping[str, Any]) -> None:
+        """End the data loaders when the loop should stop, because a ``break`` may only leave the innermost loop."""
         if self._preemption.ends_run:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)
 
     def _on_preemption(self, saver: StepSaver, report: Report, due: bool, why: str) -> StepOutcome:
-        if self._should_stop:  # the run continues after a Ray notice, so the usual triggers apply
+        if self.should_stop:  # the run continues after a Ray notice, so the usual triggers apply
             if due:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
@@ -779,7 +777,7 @@ class CheckpointCallback:
             left = self._after_signal.left
             next_action += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:
-            self._stop_now(report.extras)
+            self._end_loaders(report.extras)
         text = "preempted: step %d is saved in %s; %s"
         self._announce(text, saver.step, self._manager.directory, next_action)
-        return StepOutcome(save, "preempted", should_stop=self._should_stop)
+        return StepOutcome(save, "preempted", self.should_stop)
