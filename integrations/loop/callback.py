@@ -10,14 +10,14 @@ import operator
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
 from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError, UnknownArgumentError
 from ...engine.generators import GlobalGenerators
-from ...engine.handlers import PerProcessCheckpointHandler, fresh_types
+from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import (
     BestFn,
     BestMode,
@@ -34,7 +34,6 @@ from ...engine.manager import (
     shown_call,
     takes_texts_of,
 )
-from ...engine.pytree import FreshTypes
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import OnInexact, Partial, Reshard, Resume
@@ -45,15 +44,13 @@ from .extras import (
     check_no_options,
     check_replicated,
     loaders_of,
-    templates_of,
     warn_of_unrestored,
 )
-from .first_steps import warn_of_index
-from .initial import HYPERPARAMETERS, InitialState
+from .initial import InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
-from .states import STATE, LoopArguments, StateAdapter, check_depth
+from .states import STATE, LoopArguments, Start, StateAdapter, check_depth
 from .steps import Report, StepSaver, check_metrics, record_metrics
 from .stopping import AgreedStop, StepsAfterSignal, Stop, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
@@ -415,8 +412,7 @@ class CheckpointCallback:
             given = self._with_generators(extras)
             check_replicated(self._options.replicated, given, "restore_or_initialize")
             adapter.note_fresh(initial.template)
-            typed = templates_of(extras)
-            fresh = fresh_types(typed, list(typed)) if typed else None
+            saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, extras)
             if resume in ("must", "never"):
                 self._check_resume(resume)
             if resume == "never" or self._manager.latest_step() is None:
@@ -426,38 +422,27 @@ class CheckpointCallback:
             self._manager.acquire()
             self._names = frozenset(extras)
             restored = None if resume == "never" else restore(self._manager, adapter, initial, given, self._options)
-            if restored is None:
-                return self._start_fresh(adapter, initial, extras, fresh), 0
-            if source is not None:
+            if restored is not None and source is not None:
                 logger.info("init_from=%s is ignored, as the run resumes", source)
-            self.extras = {name: restored.extras[name] for name in extras}
-            self._restored = restored.step
-            state = initial.completed(adapter, restored.state)
-            offset: int | None = self._options.step_offset
-            if offset is None:
-                offset = int(restored.metadata.get("step_offset", 0))
-                if not (restored.is_own or offset):
-                    warn_of_index(restored.step, adapter.to_tree(state))
-            began = restored.metadata.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
-            self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
-            shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
-            self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
-            return state, restored.step + offset
+            start = restored or self._start_fresh(adapter, initial, given)
+            self.extras = {name: start.extras[name] for name in extras}
+            self._begin_steps(saver, start)
+            seen = Report(start.step, start.state, extras=start.extras).seen({})
+            if restored is None:
+                self._witness.begin(seen)
+            else:
+                self._restored = restored.step
+                self._witness.resume(restored.step, seen, why_not_comparable(self._options, adapter.misfits))
+            return start.state, start.step + start.offset
 
-    def _start_fresh(
-        self, adapter: StateAdapter, initial: InitialState, extras: dict[str, Any], fresh: FreshTypes | None
-    ) -> Any:
+    def _start_fresh(self, adapter: StateAdapter, initial: InitialState, extras: Mapping[str, Any]) -> Start:
         directory, source = self._manager.directory, self._options.init_from
         self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
-        self.extras = dict(extras)
         state = initial.make()
         if source is not None:
             state, taken = adapter.with_weights(state, source)
             logger.info("took the weights from %s; everything else starts fresh", taken)
             warn_of_misfits(adapter.misfits, f"init_from={str(source)!r}", "weights")
-        offset = self._options.step_offset or 0
-        self._begin_steps(adapter, state, extras, -offset, offset=offset, fresh=fresh)
-        self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
         if not has_triggers(self._options):
             minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
             end = " or at the end" if self._options.save_at_end else ""
@@ -465,7 +450,8 @@ class CheckpointCallback:
                 "no save_interval_steps= or other trigger is set: the first save is in %g minutes%s, or at a preemption"
             )
             self._announce(text, minutes, end)
-        return state
+        offset = self._options.step_offset or 0
+        return Start(-offset, state, extras, offset)
 
     def peek(self) -> Peek | None:
         """Return the step, extras, metrics and metadata that ``restore_or_initialize`` will restore.
@@ -704,29 +690,17 @@ class CheckpointCallback:
         """Append the global generators to the extras, because restoring the other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_steps(
-        self,
-        adapter: StateAdapter,
-        state: Any,
-        extras: Mapping[str, Any],
-        last: int | None,
-        *,
-        offset: int,
-        fresh: FreshTypes | None,
-        began: Mapping[str, Any] = MappingProxyType({}),
-    ) -> StepSaver:
+    def _begin_steps(self, saver: StepSaver, start: Start) -> None:
         """Start watching the state, and set the global generators after all other values have been restored."""
-        replicated = self._options.replicated
-        saver = self._saver = StepSaver(self._manager, adapter, replicated, self._witness, offset, fresh)
-        for loader in loaders_of(extras).values():
+        self._saver = saver
+        for loader in loaders_of(start.extras).values():
             loader.begin_run(self._announce)
-        saver.watch(state, extras, last, began, grows=self._has_peeked or self._options.partial is not None)
+        saver.begin(start, grows=self._has_peeked or self._options.partial is not None)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
                 "the random generators of %s are not restored, as this process has no such devices", ", ".join(missing)
             )
-        return saver
 
     def _begin(self) -> Stop:
         if self._closed:
@@ -749,9 +723,8 @@ class CheckpointCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        # The state before the first step is unknown.
-        offset = self._options.step_offset or 0
-        saver = self._begin_steps(self._adapt(state), (), {}, None, offset=offset, fresh=None)
+        saver = StepSaver(self._manager, self._adapt(state), self._options.replicated, self._witness, {})
+        self._begin_steps(saver, Start(0, (), {}, self._options.step_offset or 0, is_known=False))
         self._witness.begin(Report(0, state).seen({}))
         return saver, stop
 

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,10 @@ from ..hugging_face import as_start
 from ..options import Resume
 from .announce import announce
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, is_own, is_template, templates_of
+from .first_steps import warn_of_index
 from .initial import HYPERPARAMETERS, Hyperparameters, InitialState
 from .objects import set_gradients
-from .states import STATE, LoopArguments, StateAdapter
+from .states import STATE, LoopArguments, Start, StateAdapter
 from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
@@ -52,17 +52,6 @@ _CHANGED = (
     "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
     "returns the step before the state is built."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The result of a restore: the step, its state, its extras by name, and its metadata."""
-
-    step: int
-    state: Any
-    extras: dict[str, Any]
-    metadata: Mapping[str, Any]
-    is_own: bool  # whether the step was probably saved by a callback, not by another program
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
@@ -148,7 +137,7 @@ def restore(
     initial: InitialState,
     extras: Mapping[str, Any],
     options: LoopArguments,
-) -> Resumed | None:
+) -> Start | None:
     """Restore the newest intact checkpoint, or only the step that ``resume`` selects; return None if there is none."""
     # Except in component trees, all values are read before any object is changed in place.
     chosen = resume_step(options.resume, manager)
@@ -187,7 +176,13 @@ def restore(
     if chosen is not None:
         note_resume(manager, chosen)  # warns about later steps
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    return Resumed(step, state, values, metadata, "extras" in restored.items or not has_extras)
+    state = initial.completed(adapter, state)
+    offset: int | None = options.step_offset
+    if offset is None:
+        offset = int(metadata.get("step_offset", 0))
+        if has_extras and "extras" not in restored.items and not offset:  # probably saved by another program
+            warn_of_index(step, adapter.to_tree(state))
+    return Start(step, state, values, offset, began if options.hyperparameters == "saved" else {})
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:

@@ -36,6 +36,18 @@ class LoopArguments(ProgramOptions):
     step_offset: Literal[0, 1] | None = field(default=None, metadata=limits(0, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The restored or fresh state and extras with which the steps of a run begin."""
+
+    step: int
+    state: Any
+    extras: Mapping[str, Any]
+    offset: int  # number of updates in a state minus its step number
+    began: Mapping[str, Any] = field(default_factory=dict)  # initial hyperparameters that the run itself has changed
+    is_known: bool = True  # False if the loop has taken steps before it reported one
+
+
 class StateAdapter:
     """Saves and restores one kind of state. Each callback has its own adapter, which may store the last state."""
 
