@@ -312,7 +312,6 @@ class CheckpointCallback:
         self._has_peeked = False
         self._restored: int | None = None
         self._went_on_from: int | None = None
-        self._reported: int | None = None
         self.extras: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -428,11 +427,8 @@ class CheckpointCallback:
             self.extras = {name: start.extras[name] for name in extras}
             self._begin_steps(saver, start)
             seen = Report(start.step, start.state, extras=start.extras).seen({})
-            if restored is None:
-                self._witness.begin(seen)
-            else:
-                self._restored = restored.step
-                self._witness.resume(restored.step, seen, why_not_comparable(self._options, adapter.misfits))
+            self._restored = None if restored is None else restored.step
+            self._witness.begin(seen, self._restored, why_not_comparable(self._options, adapter.misfits))
             return start.state, start.step + start.offset
 
     def _start_fresh(self, adapter: StateAdapter, initial: InitialState, extras: Mapping[str, Any]) -> Start:
@@ -513,7 +509,7 @@ class CheckpointCallback:
         saver, stop = self._saver, self._stop
         if saver is None or stop is None or self._closed:
             saver, stop = self._begin_without_restore(state)
-        self._reported = self._ending.step = step
+        self._ending.step = step
         self._after_signal.note_step()
         if self.should_stop and self._preemption.ends_run:
             self._manager.observer.reached("step", step)
@@ -673,17 +669,18 @@ class CheckpointCallback:
                 f"restore_or_initialize was given {', '.join(f'{name}=' for name in missing)} but on_step was not: "
                 "pass it at every step, so that it is saved"
             )
-        if self._reported is None and self._restored is None:  # a resumed run may start to save further extras
+        if self._ending.step is None and self._restored is None:  # a resumed run may start to save further extras
             warn_of_unrestored(extras, self._names)
-        if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None if a step has been saved since the resume
-            self._reported = self._reported if restored is None else restored
-        if self._reported is not None and step < self._reported:
+        last, restored = self._ending.step, self._manager.resumed_from
+        if restored is not None and restored != self._went_on_from:
+            last = restored
+        if last is not None and step < last:
             raise OptionError(
-                f"on_step({step}) came after step {self._reported}: step N means that N updates are in the state, so "
+                f"on_step({step}) came after step {last}: step N means that N updates are in the state, so "
                 "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
                 "restore the earlier step first"
             )
+        self._went_on_from = restored  # None if a step has been saved since the resume
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:

@@ -126,23 +126,19 @@ class Witness:
     @property
     def watches(self) -> bool:
         """True while steps after a save are recorded or steps after a resume are compared."""
-        return self._file is not None or self._compares
+        return self._file is not None
 
     # ---- in the order of a run
 
-    def begin(self, seen: Seen) -> None:
-        """Start observing a run that has no checkpoint."""
-        with self._only_logged():
-            if self._enabled:
-                self._key = key_of(self._processes.count)
-                self._recorder = Recorder(seen)
-
-    def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Compare the restored program with the record of the save, unless ``why_not`` says why this is impossible."""
+    def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
+        """Start observing a run; compare a resumed one with the record of its step, unless ``why_not`` is a reason."""
         with self._only_logged():
             if not self._enabled:
                 return
             self._key, self._resumed = key_of(self._processes.count), step
+            if step is None:
+                self._recorder = Recorder(seen)
+                return
             saved = whole_step(self._manager, step)
             records = Records(why="the step is not in the directory of the run")
             if saved is not None:
