@@ -46,7 +46,7 @@ from .extras import (
     loaders_of,
     warn_of_unrestored,
 )
-from .initial import InitialState
+from .initial import Hyperparameters, InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
@@ -411,7 +411,8 @@ class CheckpointCallback:
             given = self._with_generators(extras)
             check_replicated(self._options.replicated, given, "restore_or_initialize")
             adapter.note_fresh(initial.template)
-            saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, extras)
+            program = Hyperparameters(adapter, initial.template, extras, initial)
+            saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, program, extras)
             if resume in ("must", "never"):
                 self._check_resume(resume)
             if resume == "never" or self._manager.latest_step() is None:
@@ -420,7 +421,7 @@ class CheckpointCallback:
             self._saver = None  # prevents the loop from continuing with unrestored values after an error
             self._manager.acquire()
             self._names = frozenset(extras)
-            restored = None if resume == "never" else restore(self._manager, adapter, initial, given, self._options)
+            restored = restore(self._manager, adapter, initial, program, given, self._options)
             if restored is not None and source is not None:
                 logger.info("init_from=%s is ignored, as the run resumes", source)
             start = restored or self._start_fresh(adapter, initial, given)
@@ -720,7 +721,9 @@ class CheckpointCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        saver = StepSaver(self._manager, self._adapt(state), self._options.replicated, self._witness, {})
+        adapter = self._adapt(state)
+        unknown = Hyperparameters(adapter, (), {})
+        saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, unknown, {})
         self._begin_steps(saver, Start(0, (), {}, self._options.step_offset or 0, is_known=False))
         self._witness.begin(Report(0, state).seen({}))
         return saver, stop

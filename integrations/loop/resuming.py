@@ -135,14 +135,16 @@ def restore(
     manager: CheckpointManager,
     adapter: StateAdapter,
     initial: InitialState,
+    hyperparameters: Hyperparameters,
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Start | None:
     """Restore the newest intact checkpoint, or only the step that ``resume`` selects; return None if there is none."""
     # Except in component trees, all values are read before any object is changed in place.
+    if options.resume == "never":
+        return None
     chosen = resume_step(options.resume, manager)
     template = initial.template
-    program = Hyperparameters(adapter, template, extras, initial)
     templates: dict[str, Any] = {STATE: adapter.template(template)}
     kwargs = {STATE: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.is_live:
@@ -170,19 +172,19 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
-    metadata = manager.custom_metadata(step) or {}
+    metadata, shown = manager.custom_metadata(step) or {}, manager.processes.is_primary
+    state = initial.completed(adapter, state)
     began = metadata.get(HYPERPARAMETERS, {})
-    state = program.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
+    state = hyperparameters.settle(state, extras, options.hyperparameters, shown=shown, began=began)
     if chosen is not None:
         note_resume(manager, chosen)  # warns about later steps
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    state = initial.completed(adapter, state)
     offset: int | None = options.step_offset
     if offset is None:
         offset = int(metadata.get("step_offset", 0))
         if has_extras and "extras" not in restored.items and not offset:  # probably saved by another program
             warn_of_index(step, adapter.to_tree(state))
-    return Start(step, state, values, offset, began if options.hyperparameters == "saved" else {})
+    return Start(step, state, values, offset)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:

@@ -44,7 +44,6 @@ class Start:
     state: Any
     extras: Mapping[str, Any]
     offset: int  # number of updates in a state minus its step number
-    began: Mapping[str, Any] = field(default_factory=dict)  # initial hyperparameters that the run itself has changed
     is_known: bool = True  # False if the loop has taken steps before it reported one
 
 

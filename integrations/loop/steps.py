@@ -30,7 +30,7 @@ from .extras import (
     tree_of,
 )
 from .first_steps import FirstSteps
-from .initial import HYPERPARAMETERS, StartValues
+from .initial import HYPERPARAMETERS, Hyperparameters
 from .objects import VersionCounters, is_versioned
 from .states import STATE, Start, StateAdapter, is_deleted, located
 from .trees import refused_by
@@ -161,6 +161,7 @@ class StepSaver:
         adapter: StateAdapter,
         replicated: Collection[str],
         witness: Witness,
+        hyperparameters: Hyperparameters,
         extras: Mapping[str, Any],
     ) -> None:
         """Record the types of the ``extras`` that are templates, before a restore may update them in place."""
@@ -168,6 +169,7 @@ class StepSaver:
         self._adapter = adapter
         self._replicated = replicated
         self._witness = witness
+        self._hyperparameters = hyperparameters
         templates = templates_of(extras)
         self._templates = list(templates)
         self._fresh_extras = fresh_types(templates, self._templates) if templates else None
@@ -191,7 +193,6 @@ class StepSaver:
     def begin(self, start: Start, *, grows: bool) -> None:
         """Start watching the state; with ``grows``, its structure may differ from a fresh state."""
         self._step_offset = start.offset
-        self._start_values = StartValues(self._adapter, start.state, start.extras, start.began)
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
         self._versions.watch(self._live(start.state, versioned))
@@ -289,7 +290,7 @@ class StepSaver:
         if self._fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self._fresh_extras}
         metadata: dict[str, Any] = {"step_offset": self._step_offset} if self._step_offset else {}
-        if changed := self._start_values.changed(report.state):
+        if changed := self._hyperparameters.changed(report.state):
             metadata[HYPERPARAMETERS] = changed
         self._witness.save(report.step, lambda: report.seen(self._positions.taken), reported=reported)
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": metadata or None}
