@@ -40,7 +40,7 @@ from .states import STATE, StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
-    from ..graph import Checkpoint, StoredGraph
+    from ..graph import Checkpoint, FreshObjects, StoredGraph
 
 logger = logging.getLogger("holdfast")
 
@@ -104,16 +104,13 @@ class ObjectsAdapter(StateAdapter):
 
         return GraphCheckpointHandler(compression=options.compression)
 
-    def note_fresh(self, state: Any) -> None:
+    def described(self, state: Any) -> FreshObjects:
         from ..graph import FreshObjects
 
-        super().note_fresh(state)
-        self._fresh = FreshObjects.of(self._graph(state))
+        return FreshObjects.of(self._graph(state))
 
     def refused(self, state: Any) -> list[str]:
-        from ..graph import FreshObjects
-
-        return list(self._fresh.refused(FreshObjects.of(self._graph(state))))
+        return list(self._fresh.refused(self.described(state)))
 
     def to_tree(self, state: Any) -> Any:
         from ..graph import snapshot
@@ -194,17 +191,15 @@ class ComponentAdapter(StateAdapter):
 
         return ComponentCheckpointHandler(compression=options.compression)
 
-    def note_fresh(self, state: Any) -> None:
+    def described(self, state: Any) -> dict[str, FreshObjects]:
         from ..components import fresh_components
 
-        self._fresh = fresh_components(state)
+        return fresh_components(state)
 
     def refused(self, state: Any) -> list[str]:
-        from ..components import fresh_components
-
         return [
             f"{path}: {line}"
-            for path, now in fresh_components(state).items()
+            for path, now in self.described(state).items()
             for line in (self._fresh[path].refused(now) if path in self._fresh else ["not in the fresh state"])
         ]
 

@@ -58,6 +58,7 @@ class StateAdapter:
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
+        self._fresh: Any = None  # the description of the initial state, or None before that
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""
@@ -74,6 +75,10 @@ class StateAdapter:
     def note_fresh(self, state: Any) -> None:
         """Record the initial (possibly abstract) state; raise UnsupportedLeafError for leaves that cannot be saved."""
         self.empty = empty_dicts(state)
+        self._fresh = self.described(state)
+
+    def described(self, state: Any) -> Any:
+        """Return a description of a state, which :meth:`refused` compares with that of the initial state."""
 
     def refused(self, state: Any) -> list[str]:
         """Return human-readable lines about parts of a state that cannot be restored into the initial state."""
