@@ -121,7 +121,8 @@ class FirstSteps:
         if len(self._looks) == 1:
             self._check_state(step, state)
         self._looks.append(self._look(step, state))
-        if len(self._looks) == 2 and step == self._looks[0].step and _differ(self._looks, self._arrays):
+        start, now = self._looks[0], self._looks[-1]
+        if len(self._looks) == 2 and step == start.step and start.samples.differs(now.samples, self._arrays):
             logger.warning(_REPEATED, step)
         if len(self._looks) == 3:
             if self._leaves_out():
@@ -149,7 +150,7 @@ class FirstSteps:
         if self._reports - reports < _FAR:
             return False
         has_other_loss = any(before.get(name, value) != value for name, value in metrics.items() if not is_time(name))
-        if has_other_loss and first.versions == now.versions and not _differ([first, now]):
+        if has_other_loss and first.versions == now.versions and not first.samples.differs(now.samples):
             _check_use(step, first.step, leaves)
         return True
 
@@ -245,11 +246,6 @@ def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
     trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
     if others := _addresses(trained) - _addresses(leaves):
         logger.warning(_UNUSED, step, earlier, len(others))
-
-
-def _differ(looks: list[_Look], end: int | None = None) -> bool:
-    pairs = zip(*(look.samples.fetch(1)[0][:end].tolist() for look in looks), strict=True)
-    return any(mine and yours and mine != yours for mine, yours in pairs)
 
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
