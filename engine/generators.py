@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DamagedCheckpointError, OptionError, shortened
-from .pytree import is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
+from .pytree import flatten, is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
 """Keys of a saved state: the generators that any step has drawn from, and the generators that no step has drawn from.
@@ -208,19 +208,10 @@ def _equal(left: Any, right: Any) -> bool:
 
 def differing_parts(left: Any, right: Any) -> str:
     """Return a text that lists the paths at which two states differ."""
-    return shortened(sorted(_differing(left, right)))
-
-
-def _differing(left: Any, right: Any, path: str = "") -> Iterator[str]:
-    pairs: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(left, dict) and isinstance(right, dict):
-        pairs = ((key, left.get(key), right.get(key)) for key in left.keys() | right.keys())
-    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
-        pairs = ((index, *parts) for index, parts in enumerate(zip(left, right, strict=True)))
-    elif not same_state(left, right):
-        yield path
-    for key, first, second in pairs:
-        yield from _differing(first, second, f"{path}.{key}" if path else str(key))
+    flat = [flatten(state) for state in (left, right)]
+    values, others = (dict(zip(part.names, part.values, strict=True)) for part in flat)
+    names = values.keys() | others.keys()
+    return shortened(sorted(name for name in names if not same_state(values.get(name), others.get(name))))
 
 
 def is_idle(item: str, leaf: str) -> bool:

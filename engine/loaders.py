@@ -92,8 +92,7 @@ class LoaderPosition:
         self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
         self._has_ended = False  # whether the epoch's last batch has been taken
-        self._begun: dict[str, Any] = {}  # generator states at the start of the epoch
-        self._order: dict[str, Any] = {}  # return value of the user's state function at the same time
+        self._begun: dict[str, Any] = {}  # states of generators and of _ORDER at the start of the epoch
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
         self.checksum: int | None = None  # checksum of sampled values in the last batch
@@ -140,35 +139,31 @@ class LoaderPosition:
         own_states = self._own_states()
         if self._batches is None or self._has_ended:
             # The next epoch draws from the current states of the global generators, which are saved elsewhere.
-            states, order = own_states, self._order_now()
+            begun = own_states
             state |= {ENDED: True} if self._has_ended else {}
         else:
-            states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-            own_states |= self._order_now()  # training may have changed this value since then
+            begun = {name: self._begun[name] for name in (*self._drawn, *own_states)}
             state |= {_NOW: own_states} if own_states else {}
-        return {**state, **({_BEGUN: states} if states else {}), **order}
+        order = {_ORDER: begun.pop(_ORDER)} if _ORDER in begun else {}
+        return {**state, **({_BEGUN: begun} if begun else {}), **order}
 
     def _own_states(self) -> dict[str, Any]:
-        return {name: generator_state(generator) for name, generator in self._generators.items()}
+        """Return the states of the loader's generators, and of what else its order depends on."""
+        states = {name: generator_state(generator) for name, generator in self._generators.items()}
+        # Copy the value, because the program may modify it later.
+        return states if self._state is None else {**states, _ORDER: copy.deepcopy(self._state[0]())}
 
     def _set_own_states(self, states: Mapping[str, Any]) -> None:
         for name in states.keys() & self._generators.keys():
             set_generator_state(self._generators[name], states[name])
-
-    def _order_now(self) -> dict[str, Any]:
-        # Copy the value, because the program may modify it later.
-        return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
-
-    def _set_order(self, saved: Mapping[str, Any]) -> None:
-        if self._state is not None and _ORDER in saved:
-            self._state[1](copy.deepcopy(saved[_ORDER]))
+        if self._state is not None and _ORDER in states:
+            self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
         """Apply the saved state except for global generators; return it, and whether it has unexpected parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
-        self._set_own_states(saved.get(_BEGUN, {}))
-        self._set_order(saved)
+        self._set_own_states({**saved, **saved.get(_BEGUN, {})})
         return saved, told
 
     def _go_to(self, epoch: int, taken: int) -> None:
@@ -189,7 +184,6 @@ class LoaderPosition:
         last, draws = self._redraw(taken)
         restore(before)
         self._set_own_states(saved.get(_NOW, {}))
-        self._set_order(saved.get(_NOW, {}))
         if self.checksum is not None and last not in (None, self.checksum) and not (draws or lasts or told):
             self._warn_of_other_batches(taken)
 
@@ -208,12 +202,11 @@ class LoaderPosition:
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
             # In an uninterrupted run, persistent workers start in the first epoch, so start them before this epoch.
-            before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
+            before, own_states = as_tree(capture()), self._own_states()
             self._open()
             restore(before)
             self._set_own_states(own_states)
-            self._set_order(order)
-        self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
+        self._begun = as_tree(capture()) | self._own_states()
         self._batches = self._open(self._taken)
         self.epoch, self._taken, self._drawn, self._next, self._has_ended = epoch, 0, [], [], False
 

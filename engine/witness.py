@@ -148,7 +148,6 @@ class RecordFile:
         self._waiting = [] if first is None else [first]
         self._lines = [*records.lines]
         self._written = len(self._lines)  # number of lines in the file
-        self._size = sum(len(line) + 1 for line in self._lines)
         self._known = {0, *records.by_k}  # k of each record that was added or read
 
     def add(self, pending: Pending) -> None:
@@ -167,7 +166,7 @@ class RecordFile:
                 first, self._file = self._waiting[0], folder / self._name
                 header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
                 key = {**self._key, "devices": first.samples.devices(len(first.names))}
-                self._append(_line({**header, "key": key}))
+                self._lines.append(_line({**header, "key": key}))
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
@@ -176,17 +175,13 @@ class RecordFile:
             if self._file is not None:
                 self._flush(self._file, wait=True)
 
-    def _append(self, line: str) -> None:
-        self._lines.append(line)
-        self._size += len(line) + 1
-
     def _flush(self, file: Location, *, wait: bool) -> None:
         """Write records in order, ignoring storage errors because the checkpoint does not depend on this file."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # the computation on the device failed
-                line = _line(self._waiting.pop(0).finish())
-                if self._size + len(line) + 1 <= LIMIT:
-                    self._append(line)
+                lines = [*self._lines, _line(self._waiting.pop(0).finish())]
+                if sum(map(len, lines)) + len(lines) <= LIMIT:
+                    self._lines = lines
         written, self._written = self._written, len(self._lines)
         with contextlib.suppress(OSError, HoldfastError):
             # The step may have been deleted in the meantime, so do not recreate its folder for this file.

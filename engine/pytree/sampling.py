@@ -70,6 +70,11 @@ class Samples:
                 values[positions] = _real(flat[_chosen(group.counts, shown)])
         return digests, values
 
+    def differs(self, other: Samples, end: int | None = None) -> bool:
+        """True if a leaf before ``end`` is readable in both and has another value; this may wait for a device."""
+        mine, yours = (samples.fetch(1)[0][:end] for samples in (self, other))
+        return len(mine) == len(yours) and bool(((mine != yours) & (mine != 0) & (yours != 0)).any())
+
 
 class _View(NamedTuple):
     """A view of the sampled elements of a tensor, valid as long as the tensor's facts stay the same."""

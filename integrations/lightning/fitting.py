@@ -19,7 +19,7 @@ from ...engine.errors import TreeMismatchError, difference
 from ...engine.pytree import class_name, unwrapped_name
 from ...engine.sources import Misfits
 from ..graph import is_kin
-from ..loop import HYPERPARAMETERS, Hyperparameters, StartValues, StateAdapter
+from ..loop import HYPERPARAMETERS, Hyperparameters, StateAdapter
 from .private_api import LoopHooks, callbacks_of, is_search_file
 from .strategies import as_saved, is_sharded
 
@@ -75,7 +75,6 @@ class Fitting:
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
-        self._start: StartValues | None = None
         self._began: Mapping[str, Any] = {}  # initial values of hyperparameters that the saved run itself has changed
         self._is_resumed = False
         self._loads_by_name = is_sharded(trainer.strategy)  # sharded strategies load optimizer state by name themselves
@@ -91,13 +90,13 @@ class Fitting:
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
-        began = self._began if self._counting == "saved" else {}
-        self._start = StartValues(StateAdapter(), (), self._optimizing(), began)
+        else:  # callbacks may have changed those that the program has set
+            self.note_hyperparameters()
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata with the initial values of all changed hyperparameters; None if none have changed."""
-        changed = {} if self._start is None else self._start.changed(())
+        """Return step metadata with the initial values of all changed hyperparameters; None if none has changed."""
+        changed = {} if self._hyperparameters is None else self._hyperparameters.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
     def description(self) -> str:

@@ -90,7 +90,7 @@ class FitWitness:
         path, why = self._fit.trainer.ckpt_path, why_not_comparable(self._fit.options, self._misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._fit.store.directory)):
             why = f"the run resumed from {path}"
-        self.run.resume(self._fit.step, self._seen(), why)
+        self.run.begin(self._seen(), self._fit.step, why)
 
     def begin_batch(self, batch: Any) -> None:
         """Keep the batch of the next step if that step will be compared."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .announce import Ending, announce
 from .callback import CheckpointCallback, StepOutcome
-from .initial import HYPERPARAMETERS, Hyperparameters, StartValues
+from .initial import HYPERPARAMETERS, Hyperparameters
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
@@ -22,7 +22,6 @@ __all__ = [
     "LoopArguments",
     "PreemptionSignal",
     "Proof",
-    "StartValues",
     "StateAdapter",
     "StepOutcome",
     "StepsAfterSignal",

@@ -10,14 +10,14 @@ import operator
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
 from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError, UnknownArgumentError
 from ...engine.generators import GlobalGenerators
-from ...engine.handlers import PerProcessCheckpointHandler, fresh_types
+from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import (
     BestFn,
     BestMode,
@@ -34,7 +34,6 @@ from ...engine.manager import (
     shown_call,
     takes_texts_of,
 )
-from ...engine.pytree import FreshTypes
 from ...engine.sources import Misfits
 from ...engine.storage import Place
 from ..options import OnInexact, Partial, Reshard, Resume
@@ -45,15 +44,13 @@ from .extras import (
     check_no_options,
     check_replicated,
     loaders_of,
-    templates_of,
     warn_of_unrestored,
 )
-from .first_steps import warn_of_index
-from .initial import HYPERPARAMETERS, InitialState
+from .initial import Hyperparameters, InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
-from .states import STATE, LoopArguments, StateAdapter, check_depth
+from .states import STATE, LoopArguments, Start, StateAdapter, check_depth
 from .steps import Report, StepSaver, check_metrics, record_metrics
 from .stopping import AgreedStop, StepsAfterSignal, Stop, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
@@ -313,10 +310,8 @@ class CheckpointCallback:
         self._names: frozenset[str] = frozenset()
         self._closed = False
         self._has_peeked = False
-        self._should_stop = False
         self._restored: int | None = None
         self._went_on_from: int | None = None
-        self._reported: int | None = None
         self.extras: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -349,7 +344,7 @@ class CheckpointCallback:
     @property
     def should_stop(self) -> bool:
         """True if ``on_step`` has saved because of a preemption and asked the loop to stop."""
-        return self._should_stop
+        return self._after_signal.left == 0
 
     @property
     def exit_status(self) -> int:
@@ -416,8 +411,8 @@ class CheckpointCallback:
             given = self._with_generators(extras)
             check_replicated(self._options.replicated, given, "restore_or_initialize")
             adapter.note_fresh(initial.template)
-            typed = templates_of(extras)
-            fresh = fresh_types(typed, list(typed)) if typed else None
+            program = Hyperparameters(adapter, initial.template, extras, initial)
+            saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, program, extras)
             if resume in ("must", "never"):
                 self._check_resume(resume)
             if resume == "never" or self._manager.latest_step() is None:
@@ -426,39 +421,25 @@ class CheckpointCallback:
             self._saver = None  # prevents the loop from continuing with unrestored values after an error
             self._manager.acquire()
             self._names = frozenset(extras)
-            restored = None if resume == "never" else restore(self._manager, adapter, initial, given, self._options)
-            if restored is None:
-                return self._start_fresh(adapter, initial, extras, fresh), 0
-            if source is not None:
+            restored = restore(self._manager, adapter, initial, program, given, self._options)
+            if restored is not None and source is not None:
                 logger.info("init_from=%s is ignored, as the run resumes", source)
-            self.extras = {name: restored.extras[name] for name in extras}
-            self._restored = restored.step
-            state = initial.completed(adapter, restored.state)
-            offset: int | None = self._options.step_offset
-            if offset is None:
-                offset = int(restored.metadata.get("step_offset", 0))
-                if not (restored.is_own or offset):
-                    warn_of_index(restored.step, adapter.to_tree(state))
-            began = restored.metadata.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
-            self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
-            shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
-            self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
-            return state, restored.step + offset
+            start = restored or self._start_fresh(adapter, initial, given)
+            self.extras = {name: start.extras[name] for name in extras}
+            self._begin_steps(saver, start)
+            seen = Report(start.step, start.state, extras=start.extras).seen({})
+            self._restored = None if restored is None else restored.step
+            self._witness.begin(seen, self._restored, why_not_comparable(self._options, adapter.misfits))
+            return start.state, start.step + start.offset
 
-    def _start_fresh(
-        self, adapter: StateAdapter, initial: InitialState, extras: dict[str, Any], fresh: FreshTypes | None
-    ) -> Any:
+    def _start_fresh(self, adapter: StateAdapter, initial: InitialState, extras: Mapping[str, Any]) -> Start:
         directory, source = self._manager.directory, self._options.init_from
         self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
-        self.extras = dict(extras)
         state = initial.make()
         if source is not None:
             state, taken = adapter.with_weights(state, source)
             logger.info("took the weights from %s; everything else starts fresh", taken)
             warn_of_misfits(adapter.misfits, f"init_from={str(source)!r}", "weights")
-        offset = self._options.step_offset or 0
-        self._begin_steps(adapter, state, extras, -offset, offset=offset, fresh=fresh)
-        self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
         if not has_triggers(self._options):
             minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
             end = " or at the end" if self._options.save_at_end else ""
@@ -466,7 +447,8 @@ class CheckpointCallback:
                 "no save_interval_steps= or other trigger is set: the first save is in %g minutes%s, or at a preemption"
             )
             self._announce(text, minutes, end)
-        return state
+        offset = self._options.step_offset or 0
+        return Start(-offset, state, extras, offset)
 
     def peek(self) -> Peek | None:
         """Return the step, extras, metrics and metadata that ``restore_or_initialize`` will restore.
@@ -528,17 +510,17 @@ class CheckpointCallback:
         saver, stop = self._saver, self._stop
         if saver is None or stop is None or self._closed:
             saver, stop = self._begin_without_restore(state)
-        self._reported = self._ending.step = step
+        self._ending.step = step
         self._after_signal.note_step()
-        if self._should_stop and self._preemption.ends_run:
+        if self.should_stop and self._preemption.ends_run:
             self._manager.observer.reached("step", step)
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
-        if self._after_signal.left is not None and not self._should_stop:
+        if self._after_signal.left:
             saver.show(report)
             if self._after_signal.count() == 0:
-                self._stop_now(extras)
-            return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
+                self._end_loaders(extras)
+            return StepOutcome(False, "preempted; the step is recorded and not saved", self.should_stop)
         saver.update(report)
         decision = self._manager.decide(step, metrics=metrics)
         if stop.after_batch():
@@ -566,18 +548,18 @@ class CheckpointCallback:
         self._manager.observer.reached("validation", step)
         saver = self._saver
         is_saved = step in self._manager.all_steps() if saver is None else saver.holds(step)
-        if self._after_signal.left is not None and not is_saved:
-            return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
+        if self._after_signal.left and not is_saved:
+            return StepOutcome(False, "preempted; the step is recorded and not saved", self.should_stop)
         if is_saved:
             record_metrics(self._manager, step, metrics)
-            return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
+            return StepOutcome(False, f"metrics recorded with step {step}", self.should_stop)
         decision = None if saver is None else saver.reconsider(step, metrics)
         if saver is None or decision is None:
-            return StepOutcome(False, f"step {step} is not saved, so its metrics are not kept", self._should_stop)
+            return StepOutcome(False, f"step {step} is not saved, so its metrics are not kept", self.should_stop)
         if not decision.save or saver.why_lost() is not None:
-            return StepOutcome(False, decision.reason, self._should_stop)
+            return StepOutcome(False, decision.reason, self.should_stop)
         saver.save(decision.reason)
-        return StepOutcome(True, decision.reason, self._should_stop)
+        return StepOutcome(True, decision.reason, self.should_stop)
 
     def close(self) -> None:
         """Save the last step unless it is already saved, wait for all saves, and close; done by the ``with`` block.
@@ -591,7 +573,7 @@ class CheckpointCallback:
         saver = self._saver
         if self._last_step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
-        orderly, ends_early = False, self._after_signal.left is not None and not self._should_stop
+        orderly = False
         try:
             try:
                 # With an AgreedStop, it is possible that only this process has received a signal after the last step.
@@ -605,10 +587,10 @@ class CheckpointCallback:
             orderly = True
         finally:
             self._end(orderly=orderly)
-        if saver is not None and not self._should_stop and self._after_signal.left is None:
+        if saver is not None and self._after_signal.left is None:
             last = self._restored if saver.step is None else saver.step
             self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
-        if ends_early:
+        if self._after_signal.left:
             self._hand_on()
 
     def _hand_on(self) -> None:
@@ -648,7 +630,7 @@ class CheckpointCallback:
 
     def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
         # After a preemption, the steps after the saved step do not count as lost, because the resume repeats them.
-        has_stopped = self._should_stop or self._after_signal.left is not None
+        has_stopped = self._after_signal.left is not None
         self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
         if self._stop is not None:
@@ -688,46 +670,35 @@ class CheckpointCallback:
                 f"restore_or_initialize was given {', '.join(f'{name}=' for name in missing)} but on_step was not: "
                 "pass it at every step, so that it is saved"
             )
-        if self._reported is None and self._restored is None:  # a resumed run may start to save further extras
+        if self._ending.step is None and self._restored is None:  # a resumed run may start to save further extras
             warn_of_unrestored(extras, self._names)
-        if (restored := self._manager.resumed_from) != self._went_on_from:
-            self._went_on_from = restored  # None if a step has been saved since the resume
-            self._reported = self._reported if restored is None else restored
-        if self._reported is not None and step < self._reported:
+        last, restored = self._ending.step, self._manager.resumed_from
+        if restored is not None and restored != self._went_on_from:
+            last = restored
+        if last is not None and step < last:
             raise OptionError(
-                f"on_step({step}) came after step {self._reported}: step N means that N updates are in the state, so "
+                f"on_step({step}) came after step {last}: step N means that N updates are in the state, so "
                 "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
                 "restore the earlier step first"
             )
+        self._went_on_from = restored  # None if a step has been saved since the resume
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
         """Append the global generators to the extras, because restoring the other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_steps(
-        self,
-        adapter: StateAdapter,
-        state: Any,
-        extras: Mapping[str, Any],
-        last: int | None,
-        *,
-        offset: int,
-        fresh: FreshTypes | None,
-        began: Mapping[str, Any] = MappingProxyType({}),
-    ) -> StepSaver:
+    def _begin_steps(self, saver: StepSaver, start: Start) -> None:
         """Start watching the state, and set the global generators after all other values have been restored."""
-        replicated = self._options.replicated
-        saver = self._saver = StepSaver(self._manager, adapter, replicated, self._witness, offset, fresh)
-        for loader in loaders_of(extras).values():
+        self._saver = saver
+        for loader in loaders_of(start.extras).values():
             loader.begin_run(self._announce)
-        saver.watch(state, extras, last, began, grows=self._has_peeked or self._options.partial is not None)
+        saver.begin(start, grows=self._has_peeked or self._options.partial is not None)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
                 "the random generators of %s are not restored, as this process has no such devices", ", ".join(missing)
             )
-        return saver
 
     def _begin(self) -> Stop:
         if self._closed:
@@ -750,21 +721,21 @@ class CheckpointCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        # The state before the first step is unknown.
-        offset = self._options.step_offset or 0
-        saver = self._begin_steps(self._adapt(state), (), {}, None, offset=offset, fresh=None)
+        adapter = self._adapt(state)
+        unknown = Hyperparameters(adapter, (), {})
+        saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, unknown, {})
+        self._begin_steps(saver, Start(0, (), {}, self._options.step_offset or 0, is_known=False))
         self._witness.begin(Report(0, state).seen({}))
         return saver, stop
 
-    def _stop_now(self, extras: Mapping[str, Any]) -> None:
-        """Ask the loop to stop, and end its data loaders, because a ``break`` may only leave the innermost loop."""
-        self._should_stop = True
+    def _end_loaders(self, extras: Mapping[str, Any]) -> None:
+        """End the data loaders when the loop should stop, because a ``break`` may only leave the innermost loop."""
         if self._preemption.ends_run:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)
 
     def _on_preemption(self, saver: StepSaver, report: Report, due: bool, why: str) -> StepOutcome:
-        if self._should_stop:  # the run continues after a Ray notice, so the usual triggers apply
+        if self.should_stop:  # the run continues after a Ray notice, so the usual triggers apply
             if due:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
@@ -779,7 +750,7 @@ class CheckpointCallback:
             left = self._after_signal.left
             next_action += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:
-            self._stop_now(report.extras)
+            self._end_loaders(report.extras)
         text = "preempted: step %d is saved in %s; %s"
         self._announce(text, saver.step, self._manager.directory, next_action)
-        return StepOutcome(save, "preempted", should_stop=self._should_stop)
+        return StepOutcome(save, "preempted", self.should_stop)

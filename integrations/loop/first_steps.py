@@ -22,7 +22,7 @@ from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
-from .states import STATE, StateAdapter, empty_dicts, located
+from .states import STATE, Start, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
@@ -99,18 +99,19 @@ class FirstSteps:
         self._looks: list[_Look] = []  # samples of the restored state and the first reports, until they are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
-    def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Sample the state at a step (None if unknown); with ``grows``, its structure may differ from a fresh state."""
-        self._is_compared = step is not None and not grows
-        self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
-        if step is not None:
+    def look_at_start(self, start: Start, *, grows: bool) -> None:
+        """Sample the state before the first step; with ``grows``, its structure may differ from a fresh state."""
+        state = start.state
+        self._is_compared = start.is_known and not grows
+        self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(start.extras, state)]
+        if start.is_known:
             self._marks = {path: _mark(part) for path, part in located(state, _mark)}
             self._ways = Ways(state, _ALL)
             kinds = [*map(_kind, self._ways.follow(state))]
             arrays, counts = ([n for n, kind in enumerate(kinds) if kind is wanted] for wanted in (float, int))
             self._arrays = len(arrays[:_TRAINED])  # trained leaves come first
             self._chosen = [*arrays[:_TRAINED], *counts[:_COUNTS]]
-            self._looks.append(self._look(step, state))
+            self._looks.append(self._look(start.step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
         """Check a report before it is processed; raise StateError if a resume could not restore its state."""
@@ -120,16 +121,15 @@ class FirstSteps:
         if len(self._looks) == 1:
             self._check_state(step, state)
         self._looks.append(self._look(step, state))
-        if len(self._looks) == 2 and step == self._looks[0].step and _differ(self._looks, self._arrays):
+        start, now = self._looks[0], self._looks[-1]
+        if len(self._looks) == 2 and step == start.step and start.samples.differs(now.samples, self._arrays):
             logger.warning(_REPEATED, step)
         if len(self._looks) == 3:
             if self._leaves_out():
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
             self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one refers to tensors
 
-    def look_at_save(
-        self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
-    ) -> bool:
+    def look_at_save(self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]]) -> bool:
         """Check a report before it is saved, and whether a resume would refuse it; return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
@@ -137,7 +137,7 @@ class FirstSteps:
             if self._is_compared and (problems := refused()):
                 logger.warning(_GROWN, step, shortened(problems, 4))
         root = {STATE: state, **{name: extra for name, extra in extras.items() if isinstance(extra, dict)}}
-        ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
+        ways = Ways(root if self._adapter.is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
         if not any(map(is_torch_tensor, leaves)):  # jax and numpy arrays have no version counters
             return not self._looks
@@ -150,7 +150,7 @@ class FirstSteps:
         if self._reports - reports < _FAR:
             return False
         has_other_loss = any(before.get(name, value) != value for name, value in metrics.items() if not is_time(name))
-        if has_other_loss and first.versions == now.versions and not _differ([first, now]):
+        if has_other_loss and first.versions == now.versions and not first.samples.differs(now.samples):
             _check_use(step, first.step, leaves)
         return True
 
@@ -246,11 +246,6 @@ def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
     trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
     if others := _addresses(trained) - _addresses(leaves):
         logger.warning(_UNUSED, step, earlier, len(others))
-
-
-def _differ(looks: list[_Look], end: int | None = None) -> bool:
-    pairs = zip(*(look.samples.fetch(1)[0][:end].tolist() for look in looks), strict=True)
-    return any(mine and yours and mine != yours for mine, yours in pairs)
 
 
 def _has_place(extras: Mapping[str, Any]) -> bool:

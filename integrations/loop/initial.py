@@ -11,7 +11,6 @@ import operator
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -151,97 +150,89 @@ def _sharded(init: Any, like: Any) -> Any:
 # part of a state, so a restore replaces them. A value that a schedule controls does not count as a difference, but the
 # initial rate of the schedule does.
 
-HYPERPARAMETERS = "hyperparameters"  # step metadata key for `StartValues.changed`
+HYPERPARAMETERS = "hyperparameters"  # step metadata key for `Hyperparameters.changed`
 _SCHEDULED = ("lr", "base_momentum", "max_momentum", "max_lr", "min_lr")
 _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
 
 class Hyperparameters:
-    """The program's hyperparameters, recorded before a restore replaces them."""
+    """The initial values of a run's hyperparameters: those that the program has set, until a resume settles others."""
 
     def __init__(
         self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
     ) -> None:
         self._adapter = adapter
-        self._options = {name: _plain(group[option]) for name, group, option in _options(state, extras)}
+        self._options = list(_options(state, extras))
         leaves = _injected(adapter, state)
         abstract = {name for name, value in leaves.items() if is_jax_abstract(value)}
         made = initial.values(abstract) if abstract and initial is not None else {}
         self._leaves = {name: value for name, value in leaves.items() if name not in abstract} | made
+        self._values = {name: _plain(group[option]) for name, group, option in self._options}
+        self._values |= {name: _plain(leaf) for name, leaf in self._leaves.items()}
 
     def settle(
-        self,
-        state: Any,
-        extras: Mapping[str, Any],
-        counting: str,
-        *,
-        shown: bool,
-        began: Mapping[str, Any] = MappingProxyType({}),
+        self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
         """Return the restored state with the chosen hyperparameters; log differences not made by the run itself."""
-        is_mine, lines = counting == "program", []
-        moved = {} if is_mine else began
-        for name, group, option in _options(state, extras):
-            saved = _plain(group[option])
-            mine = self._options.get(name, saved)
-            if _same(mine, saved) or _is_moved(group, option) or _same(mine, moved.get(name)):
-                continue
-            lines.append(f"{name} (program {_short(mine)}, saved {_short(saved)})")
+        is_mine = counting == "program"
+        began = {} if is_mine else began
+        self._options = list(_options(state, extras))  # a restore replaces the groups
+        pairs = {name: (self._values.get(name, saved), saved) for name, saved in self._now(state).items()}
+        differing = {
+            name: (mine, saved)
+            for name, (mine, saved) in pairs.items()
+            if not (_same(mine, saved) or _same(mine, began.get(name)))
+        }
+        if differing:
+            whose = "of the program" if is_mine else "that were saved"
+            lines = [
+                f"{format_path(name) if name in self._leaves else name} (program {_short(mine)}, saved {_short(saved)})"
+                for name, (mine, saved) in differing.items()
+            ]
+            text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
             if is_mine:
+                state = self._with_program(state, extras, differing)
+                announce(text, whose, counting, shortened(lines), shown=shown)
+            elif shown:  # warn, because the saved values replace those that the program has set
+                logger.warning(text, whose, counting, shortened(lines))
+        self._values = {**self._now(state), **began}
+        return state
+
+    def _with_program(self, state: Any, extras: Mapping[str, Any], differing: Mapping[str, tuple[Any, Any]]) -> Any:
+        """Set the differing options of torch optimizers, and return a state with the other differing values."""
+        for name, group, option in self._options:
+            if name in differing:
+                mine, saved = differing[name]
                 if option == "initial_lr" and saved:  # scale the current rate, which a schedule has changed
                     _set(group, "lr", _plain(group["lr"]) * (mine / saved))
                 _set(group, option, mine)
-        differing = set()
-        for name, leaf in _injected(self._adapter, state).items():
-            mine, saved = _plain(self._leaves.get(name, leaf)), _plain(leaf)
-            if not _same(mine, saved):
-                differing.add(name)
-                if not _same(mine, moved.get(name)):
-                    lines.append(f"{format_path(name)} (program {_short(mine)}, saved {_short(saved)})")
-        if not lines:
+        for _, schedule in _objects(state, extras, "lr_scheduler.LRScheduler"):
+            groups = schedule.optimizer.param_groups
+            if hasattr(schedule, "base_lrs") and all("initial_lr" in group for group in groups):
+                schedule.base_lrs = [_plain(group["initial_lr"]) for group in groups]
+                schedule._last_lr = [_plain(group["lr"]) for group in groups]
+        if differing.keys().isdisjoint(self._leaves):
             return state
-        if is_mine:
-            for _, schedule in _objects(state, extras, "lr_scheduler.LRScheduler"):
-                groups = schedule.optimizer.param_groups
-                if hasattr(schedule, "base_lrs") and all("initial_lr" in group for group in groups):
-                    schedule.base_lrs = [_plain(group["initial_lr"]) for group in groups]
-                    schedule._last_lr = [_plain(group["lr"]) for group in groups]
-        if is_mine and differing:
-            flat = flatten(self._adapter.to_tree(state))
-            named = zip(flat.names, flat.values, strict=True)
-            leaves = [self._leaves[name] if name in differing else value for name, value in named]
-            state = self._adapter.from_tree(state, unflatten(flat.structure, leaves))
-        text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
-        whose = "of the program" if is_mine else "that were saved"
-        if is_mine:
-            announce(text, whose, counting, shortened(lines), shown=shown)
-        elif shown:  # warn, because the saved values replace those that the program has set
-            logger.warning(text, whose, counting, shortened(lines))
-        return state
-
-
-class StartValues:
-    """The initial values of a run's hyperparameters; each save stores those of hyperparameters that have changed."""
-
-    def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
-        self._adapter = adapter
-        self._options = list(_options(state, extras))
-        self._has_leaves = bool(_injected(adapter, state))
-        self._values = {**self._now(state), **began}
+        flat = flatten(self._adapter.to_tree(state))
+        named = zip(flat.names, flat.values, strict=True)
+        leaves = [self._leaves[name] if name in differing else value for name, value in named]
+        return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
 
     def changed(self, state: Any) -> dict[str, Any]:
         """Return the initial values of the hyperparameters that have different values in a state."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
-        return {name: start for name, (start, value) in pairs.items() if not _same(start, value)}
+        return {
+            name: start
+            for name, (start, value) in pairs.items()
+            if _is_finite(start) and _is_finite(value) and not _same(start, value)
+        }
 
     def _now(self, state: Any) -> dict[str, Any]:
+        """Return the current values of the hyperparameters that no schedule controls."""
         options = [(name, group, key) for name, group, key in self._options if key in group]
         values = {name: _plain(group[key]) for name, group, key in options if not _is_moved(group, key)}
-        leaves = _injected(self._adapter, state) if self._has_leaves else {}
-        values |= {name: _plain(leaf) for name, leaf in leaves.items()}
-        return {
-            name: value for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
-        }
+        leaves = _injected(self._adapter, state) if self._leaves else {}
+        return values | {name: _plain(leaf) for name, leaf in leaves.items()}
 
 
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
@@ -300,6 +291,10 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, float) and isinstance(right, (int, float)):
         return math.isclose(left, right, rel_tol=1e-6) or (math.isnan(left) and math.isnan(right))
     return bool(left == right)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _set(group: dict[str, Any], option: str, value: Any) -> None:

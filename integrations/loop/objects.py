@@ -40,7 +40,7 @@ from .states import STATE, StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
-    from ..graph import Checkpoint, StoredGraph
+    from ..graph import Checkpoint, FreshObjects, StoredGraph
 
 logger = logging.getLogger("holdfast")
 
@@ -104,16 +104,13 @@ class ObjectsAdapter(StateAdapter):
 
         return GraphCheckpointHandler(compression=options.compression)
 
-    def note_fresh(self, state: Any) -> None:
+    def described(self, state: Any) -> FreshObjects:
         from ..graph import FreshObjects
 
-        super().note_fresh(state)
-        self._fresh = FreshObjects.of(self._graph(state))
+        return FreshObjects.of(self._graph(state))
 
     def refused(self, state: Any) -> list[str]:
-        from ..graph import FreshObjects
-
-        return list(self._fresh.refused(FreshObjects.of(self._graph(state))))
+        return list(self._fresh.refused(self.described(state)))
 
     def to_tree(self, state: Any) -> Any:
         from ..graph import snapshot
@@ -194,17 +191,15 @@ class ComponentAdapter(StateAdapter):
 
         return ComponentCheckpointHandler(compression=options.compression)
 
-    def note_fresh(self, state: Any) -> None:
+    def described(self, state: Any) -> dict[str, FreshObjects]:
         from ..components import fresh_components
 
-        self._fresh = fresh_components(state)
+        return fresh_components(state)
 
     def refused(self, state: Any) -> list[str]:
-        from ..components import fresh_components
-
         return [
             f"{path}: {line}"
-            for path, now in fresh_components(state).items()
+            for path, now in self.described(state).items()
             for line in (self._fresh[path].refused(now) if path in self._fresh else ["not in the fresh state"])
         ]
 
@@ -259,7 +254,7 @@ class VersionCounters:
             self._are_counted, self._samples = True, None
         elif not self._are_counted:
             last, self._samples = self._samples, self._sample()
-            self.has_updated = _differ(last, self._samples)
+            self.has_updated = last is not None and last.differs(self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
         # An optimizer may already have used a gradient that no backward pass has changed since the previous step.
         gradients = (tensor.grad for tensor in self._tensors.values() if tensor.is_leaf)
@@ -277,8 +272,8 @@ class VersionCounters:
 
     def why_lost(self) -> str | None:
         """Return why the tensors of the last step can no longer be saved, or None if they have not changed since."""
-        has_changed = self._are_counted is False and _differ(self._samples, self._sample())
-        if has_changed or self._now() != self._noted:
+        before = self._samples if self._are_counted is False else None
+        if (before is not None and before.differs(self._sample())) or self._now() != self._noted:
             return "its tensors were changed since; call on_step after every update"
         return None
 
@@ -289,13 +284,6 @@ class VersionCounters:
         with contextlib.suppress(Exception):  # without samples, changes are detected by the counters alone
             return self._sampler.take([tensor for tensor in self._tensors.values() if tensor.requires_grad][:_SAMPLED])
         return Samples(0)
-
-
-def _differ(before: Samples | None, now: Samples) -> bool:
-    """Return whether sampled values differ; this may wait for a device."""
-    if before is None or before.count != now.count:
-        return False
-    return bool((before.fetch(1)[0] != now.fetch(1)[0]).any())
 
 
 def _is_usable(gradient: Any) -> bool:

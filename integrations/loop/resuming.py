@@ -9,7 +9,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,10 @@ from ..hugging_face import as_start
 from ..options import Resume
 from .announce import announce
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, is_own, is_template, templates_of
+from .first_steps import warn_of_index
 from .initial import HYPERPARAMETERS, Hyperparameters, InitialState
 from .objects import set_gradients
-from .states import STATE, LoopArguments, StateAdapter
+from .states import STATE, LoopArguments, Start, StateAdapter
 from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
@@ -52,17 +52,6 @@ _CHANGED = (
     "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
     "returns the step before the state is built."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The result of a restore: the step, its state, its extras by name, and its metadata."""
-
-    step: int
-    state: Any
-    extras: dict[str, Any]
-    metadata: Mapping[str, Any]
-    is_own: bool  # whether the step was probably saved by a callback, not by another program
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
@@ -146,14 +135,16 @@ def restore(
     manager: CheckpointManager,
     adapter: StateAdapter,
     initial: InitialState,
+    hyperparameters: Hyperparameters,
     extras: Mapping[str, Any],
     options: LoopArguments,
-) -> Resumed | None:
+) -> Start | None:
     """Restore the newest intact checkpoint, or only the step that ``resume`` selects; return None if there is none."""
     # Except in component trees, all values are read before any object is changed in place.
+    if options.resume == "never":
+        return None
     chosen = resume_step(options.resume, manager)
     template = initial.template
-    program = Hyperparameters(adapter, template, extras, initial)
     templates: dict[str, Any] = {STATE: adapter.template(template)}
     kwargs = {STATE: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.is_live:
@@ -181,13 +172,19 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
-    metadata = manager.custom_metadata(step) or {}
+    metadata, shown = manager.custom_metadata(step) or {}, manager.processes.is_primary
+    state = initial.completed(adapter, state)
     began = metadata.get(HYPERPARAMETERS, {})
-    state = program.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
+    state = hyperparameters.settle(state, extras, options.hyperparameters, shown=shown, began=began)
     if chosen is not None:
         note_resume(manager, chosen)  # warns about later steps
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    return Resumed(step, state, values, metadata, "extras" in restored.items or not has_extras)
+    offset: int | None = options.step_offset
+    if offset is None:
+        offset = int(metadata.get("step_offset", 0))
+        if has_extras and "extras" not in restored.items and not offset:  # probably saved by another program
+            warn_of_index(step, adapter.to_tree(state))
+    return Start(step, state, values, offset)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:

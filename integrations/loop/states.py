@@ -36,6 +36,17 @@ class LoopArguments(ProgramOptions):
     step_offset: Literal[0, 1] | None = field(default=None, metadata=limits(0, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The restored or fresh state and extras with which the steps of a run begin."""
+
+    step: int
+    state: Any
+    extras: Mapping[str, Any]
+    offset: int  # number of updates in a state minus its step number
+    is_known: bool = True  # False if the loop has taken steps before it reported one
+
+
 class StateAdapter:
     """Saves and restores one kind of state. Each callback has its own adapter, which may store the last state."""
 
@@ -47,6 +58,7 @@ class StateAdapter:
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
+        self._fresh: Any = None  # the description of the initial state, or None before that
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""
@@ -63,6 +75,10 @@ class StateAdapter:
     def note_fresh(self, state: Any) -> None:
         """Record the initial (possibly abstract) state; raise UnsupportedLeafError for leaves that cannot be saved."""
         self.empty = empty_dicts(state)
+        self._fresh = self.described(state)
+
+    def described(self, state: Any) -> Any:
+        """Return a description of a state, which :meth:`refused` compares with that of the initial state."""
 
     def refused(self, state: Any) -> list[str]:
         """Return human-readable lines about parts of a state that cannot be restored into the initial state."""

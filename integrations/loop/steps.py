@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, StateError, shortened
 from ...engine.generators import GlobalGenerators, capture, is_generator
-from ...engine.handlers import check_savable
+from ...engine.handlers import check_savable, fresh_types
 from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
-from ...engine.pytree import FreshTypes
 from ...engine.stateful import is_actor, state_of
 from ...engine.witness import Seen
 from .extras import (
@@ -25,15 +24,15 @@ from .extras import (
     check_replicated,
     checksum_of,
     is_own,
-    is_template,
     loaders_of,
     moves,
+    templates_of,
     tree_of,
 )
 from .first_steps import FirstSteps
-from .initial import HYPERPARAMETERS, StartValues
+from .initial import HYPERPARAMETERS, Hyperparameters
 from .objects import VersionCounters, is_versioned
-from .states import STATE, StateAdapter, is_deleted, located
+from .states import STATE, Start, StateAdapter, is_deleted, located
 from .trees import refused_by
 from .witnessing import Witness
 
@@ -162,23 +161,24 @@ class StepSaver:
         adapter: StateAdapter,
         replicated: Collection[str],
         witness: Witness,
-        step_offset: int,
-        fresh_extras: FreshTypes | None,
+        hyperparameters: Hyperparameters,
+        extras: Mapping[str, Any],
     ) -> None:
+        """Record the types of the ``extras`` that are templates, before a restore may update them in place."""
         self._manager = manager
         self._adapter = adapter
         self._replicated = replicated
         self._witness = witness
-        self._step_offset = step_offset  # number of updates in a state minus its step number
-        self._fresh_extras = fresh_extras  # leaf types of the template extras at the start of the run
-        self._templates: list[str] = []  # names of the template extras
+        self._hyperparameters = hyperparameters
+        templates = templates_of(extras)
+        self._templates = list(templates)
+        self._fresh_extras = fresh_types(templates, self._templates) if templates else None
         self._report = _NO_STEP
         self._positions = Positions()
         self._versions = VersionCounters()  # of the state, and of extras that are torch modules or optimizers
         self._saved: int | None = None
-        self._first_steps: FirstSteps | None = None
+        self._first_steps: FirstSteps | None = FirstSteps(adapter)
         self._has_warned = False
-        self._start: StartValues | None = None
 
     @property
     def step(self) -> int | None:
@@ -190,23 +190,21 @@ class StepSaver:
         """True if the last step is saved or no step has been reported."""
         return self.step is None or self.holds(self.step)
 
-    def watch(
-        self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
-    ) -> None:
-        """Start watching the state after step ``last`` (None if unknown); ``began`` has initial hyperparameters."""
-        self._start = StartValues(self._adapter, state, extras, began)
-        first = self._first_steps = FirstSteps(self._adapter)
-        self._templates = [name for name, extra in extras.items() if is_template(extra)]
-        self._ask(lambda: first.look_at_start(state, last, extras, grows=grows))
-        self._versions.watch(self._live(state, {name: extra for name, extra in extras.items() if is_versioned(extra)}))
+    def begin(self, start: Start, *, grows: bool) -> None:
+        """Start watching the state; with ``grows``, its structure may differ from a fresh state."""
+        self._step_offset = start.offset
+        self._ask(lambda first: first.look_at_start(start, grows=grows))
+        versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
+        self._versions.watch(self._live(start.state, versioned))
 
     def _live(self, state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
         return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
-    def _ask(self, look: Callable[[], bool | None]) -> None:
+    def _ask(self, look: Callable[[FirstSteps], bool | None]) -> None:
         """Run a check of the first steps; raise its StateError, but only log any other exception."""
         try:
-            self._first_steps = None if look() else self._first_steps
+            if self._first_steps is not None and look(self._first_steps):
+                self._first_steps = None
         except StateError:
             raise
         except Exception:
@@ -215,8 +213,7 @@ class StepSaver:
 
     def update(self, report: Report) -> None:
         """Record a step that the loop has completed, and compare it with the same step before the stop."""
-        if (first := self._first_steps) is not None:
-            self._ask(lambda: first.look_at_report(report.step, report.state, report.extras))
+        self._ask(lambda first: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
         # Drop the batch, because the next batch may need its memory.
         self._report = report if report.batch is None else replace(report, batch=None)
@@ -258,10 +255,8 @@ class StepSaver:
         with part_of_save(self._manager, self.step):
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
-            if (first := self._first_steps) is not None:
-                step, state = self._report.step, self._report.state
-                metrics, is_live = taken["metrics"] or {}, self._adapter.is_live
-                self._ask(lambda: first.look_at_save(step, state, metrics, self._refused, is_live=is_live))
+            step, state, metrics = self._report.step, self._report.state, taken["metrics"] or {}
+            self._ask(lambda first: first.look_at_save(step, state, metrics, self._refused))
         try:
             if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False
@@ -295,7 +290,7 @@ class StepSaver:
         if self._fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self._fresh_extras}
         metadata: dict[str, Any] = {"step_offset": self._step_offset} if self._step_offset else {}
-        if self._start is not None and (changed := self._start.changed(report.state)):
+        if changed := self._hyperparameters.changed(report.state):
             metadata[HYPERPARAMETERS] = changed
         self._witness.save(report.step, lambda: report.seen(self._positions.taken), reported=reported)
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": metadata or None}

@@ -35,7 +35,7 @@ class StepsAfterSignal:
     """The steps that all processes run after a preemption's save, to be compared with the resumed run."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
-        self.left: int | None = None  # remaining steps; None before the save, or if no steps may follow it
+        self.left: int | None = None  # remaining steps, after which the run stops; None before the save
         self._options = options
         self._manager = manager
         self._preemption = preemption
@@ -59,6 +59,7 @@ class StepsAfterSignal:
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
+            self.left = 0
             return False
         if not preemption.ends_run or preemption.number in (signal.SIGINT, signal.SIGHUP) or preemption.again:
             most = 0
@@ -68,9 +69,9 @@ class StepsAfterSignal:
         fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most
         mine = max(0, min(most, fitting, most if left_in_epoch is None else left_in_epoch))
         self._until = time.monotonic() + seconds_left
-        self.left = self._manager.processes.decide("the steps after the signal", lambda: mine) or None
+        self.left = self._manager.processes.decide("the steps after the signal", lambda: mine)
         self._last = time.monotonic()  # do not count the save as part of the next step
-        return self.left is not None
+        return self.left > 0
 
     def count(self) -> int:
         """Count one step and return the number of remaining steps, which is 0 if a single process runs out of time."""

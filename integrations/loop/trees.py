@@ -45,7 +45,6 @@ class TreeAdapter(StateAdapter):
         self._type: type | None = None
         self._optimizer: Callable[[Any], Any] | None = None  # returns the nnx.Optimizer in a state
         self._count: Any = None  # array with the update count of the nnx.Optimizer in the last state
-        self._fresh: FreshTypes | None = None  # leaf types at the start of the run, or None before that
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
@@ -53,12 +52,10 @@ class TreeAdapter(StateAdapter):
     def to_tree(self, state: Any) -> Any:
         return to_tree(state)
 
-    def note_fresh(self, state: Any) -> None:
-        super().note_fresh(state)
-        self._fresh = fresh_types(to_tree(state))
+    def described(self, state: Any) -> FreshTypes:
+        return fresh_types(to_tree(state))
 
     def refused(self, state: Any) -> list[str]:
-        assert self._fresh is not None
         return refused_by(self._fresh, state)
 
     def check_savable(self, state: Any) -> None:

@@ -38,7 +38,7 @@ from .first_steps import cause_in_state
 
 logger = logging.getLogger("holdfast")
 
-_SAVES = 4  # number of earlier saves that may be in progress, in the directory and on local storage
+_SAVES = 5  # number of earlier saves that may be in progress, in the directory and on local storage
 _LAST = 4  # number of step reports after a save until one line summarizes the comparison
 
 
@@ -111,8 +111,7 @@ class Witness:
         self._k = 0  # number of step reports since the last save
         self._mark: Any = None  # the epochs at the last report
         self._last: Pending | None = None  # the record of the latest step report, if it was recorded
-        self._file: RecordFile | None = None
-        self._earlier: list[RecordFile] = []  # record files of earlier saves that may be incomplete
+        self._files: list[RecordFile] = []  # of the last save, and before it, of saves whose files may be incomplete
         self._records = Records()  # records of the step from which the run has resumed
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have not been compared yet
@@ -126,23 +125,19 @@ class Witness:
     @property
     def watches(self) -> bool:
         """True while steps after a save are recorded or steps after a resume are compared."""
-        return self._file is not None or self._compares
+        return self._recorder is not None and bool(self._files)
 
     # ---- in the order of a run
 
-    def begin(self, seen: Seen) -> None:
-        """Start observing a run that has no checkpoint."""
-        with self._only_logged():
-            if self._enabled:
-                self._key = key_of(self._processes.count)
-                self._recorder = Recorder(seen)
-
-    def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Compare the restored program with the record of the save, unless ``why_not`` says why this is impossible."""
+    def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
+        """Start observing a run; compare a resumed one with the record of its step, unless ``why_not`` is a reason."""
         with self._only_logged():
             if not self._enabled:
                 return
             self._key, self._resumed = key_of(self._processes.count), step
+            if step is None:
+                self._recorder = Recorder(seen)
+                return
             saved = whole_step(self._manager, step)
             records = Records(why="the step is not in the directory of the run")
             if saved is not None:
@@ -158,7 +153,7 @@ class Witness:
                     self._say(text, why, step)
                 return
             self._records, self._compares, self._has_said = records, True, False
-            self._file = RecordFile(step, self._processes.index, records.key, None, records)
+            self._files = [RecordFile(step, self._processes.index, records.key, None, records)]
             self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
@@ -187,8 +182,8 @@ class Witness:
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
         # A step that differs from before the stop must not be added to the records of the restored checkpoint.
-        if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
-            self._file.add(self._last)
+        if self._files and (self.proof.exact is not False or self._files[-1].step != self._resumed):
+            self._files[-1].add(self._last)
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
@@ -203,16 +198,14 @@ class Witness:
             self._compare_arrived(look, wait=True)
             self._conclude()
             self._compares = False
-            if self._file is not None:
-                self._earlier = [*self._earlier[-_SAVES:], self._file]
             first = self._recorder.take(0, seen, same)
-            self._file = RecordFile(step, self._processes.index, self._key, first)
+            self._files = [*self._files[-_SAVES:], RecordFile(step, self._processes.index, self._key, first)]
             self._k = 0
 
     def _committed(self, directory: Location, record: CheckpointRecord) -> None:
         """Write the records of a committed step; called on the save thread."""
         with self._only_logged():
-            files = self._files()
+            files = self._files
             for file in files[:-1]:
                 file.finish()
             for file in files:
@@ -225,11 +218,8 @@ class Witness:
         with self._only_logged():
             self._compare_arrived(None, wait=True)
             self._conclude()
-            for file in self._files():
+            for file in self._files:
                 file.finish()
-
-    def _files(self) -> list[RecordFile]:
-        return [*self._earlier, *([] if self._file is None else [self._file])]
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
@@ -239,7 +229,7 @@ class Witness:
         except Exception as error:
             if error is self.error:
                 raise
-            self._recorder, self._file, self._compares, self._has_said = None, None, False, True
+            self._recorder, self._files, self._compares, self._has_said = None, self._files[:-1], False, True
             self._waiting.clear()
             text = "the steps are no longer recorded and compared (witness): %s: %s. Nothing else depends on it"
             logger.warning(text, type(error).__name__, error)

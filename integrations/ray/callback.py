@@ -117,7 +117,7 @@ class CheckpointCallback(LoopCallback):
     def _hand_on(self) -> None:
         if self._worker is None:
             super()._hand_on()
-        self._should_stop = True  # makes leaving the with block raise PreemptedError
+        self._after_signal.left = 0  # makes leaving the with block raise PreemptedError
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
