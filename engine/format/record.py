@@ -264,9 +264,9 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
     # Folders of the checkpoint that this one has replaced; they can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # For a summary, which has no files and is made for a process that saved jointly with others: the identity of the
-    # stored record. Not stored.
-    summarizes: str | None = field(default=None, compare=False)
+    # For a summary, which has no files and is made for a process that saved jointly with others: the identity and the
+    # fingerprint of the stored record. Not stored.
+    summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -296,19 +296,21 @@ class CheckpointRecord:
     def summary(self) -> CheckpointRecord:
         """Return a copy of this record without its files, whose number grows with the number of saving processes."""
         items = {name: item._replace(files={}) for name, item in self.items.items()}
-        return replace(self, items=items, summarizes=self.identity)
+        return replace(self, items=items, summarizes=(self.identity, self.fingerprint))
 
     @property
     def identity(self) -> str:
         """Identity of the save: unchanged by new metrics and pins, different for another save of the same step."""
         if self.summarizes is not None:
-            return self.summarizes
+            return self.summarizes[0]
         facts = json.dumps([float(self.time), self._items_document()], sort_keys=True)
         return f"{google_crc32c.value(facts.encode()):08x}"
 
     @property
     def fingerprint(self) -> str:
         """Digest of what a checkpoint has in common with its copies: time, step and files."""
+        if self.summarizes is not None:
+            return self.summarizes[1]
         import hashlib  # imported lazily: it loads OpenSSL, and listing or reading checkpoints needs no such digest
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}

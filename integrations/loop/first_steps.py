@@ -76,6 +76,10 @@ _NO_SCHEDULER = (
     "The %s of the optimizer is not saved: pass it to restore_or_initialize and on_step as an extra, as in "
     "scheduler=scheduler"
 )
+_REDUCED = (
+    "DistributedDataParallel puts the gradients in another order after its first step, so that their sums over more "
+    "than two processes round in another way: give it find_unused_parameters=True, without static_graph"
+)
 _OTHERWISE = (
     "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
     "the steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as an extra, "
@@ -210,6 +214,15 @@ def cause_in_state(seen: Seen | None) -> str:
         if id(scheduler) not in shown and id(scheduler.optimizer) in shown:
             return _NO_SCHEDULER % type(scheduler).__qualname__
     return _OTHERWISE
+
+
+def cause_in_sums() -> str:
+    """Return why sums of gradients over processes may differ at the first step after a start, or an empty text."""
+    torch: Any = loaded("torch")
+    if torch is None or not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 2):
+        return ""
+    models = _live(torch.nn.parallel.DistributedDataParallel)
+    return _REDUCED if any(each.static_graph or not each.find_unused_parameters for each in models) else ""
 
 
 def warn_of_index(step: int, tree: Any) -> None:

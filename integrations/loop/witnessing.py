@@ -34,7 +34,7 @@ from ...engine.witness import (
 )
 from ..options import OnInexact, ProgramOptions
 from .announce import announce
-from .first_steps import cause_in_state
+from .first_steps import cause_in_state, cause_in_sums
 
 logger = logging.getLogger("holdfast")
 
@@ -104,6 +104,7 @@ class Witness:
         self._handing_over = handing_over
         self._manager = manager
         self._processes = manager.processes
+        self._whose = "" if self._processes.alone else f" in process {self._processes.index}"
         self._on_inexact = on_inexact
         self._enabled = enabled
         self._key: Mapping[str, Any] = {}
@@ -248,6 +249,10 @@ class Witness:
 
     def _compare_restored(self, saved: Record, now: Record) -> None:
         same, differs = compare(saved, now, self._records.names)
+        if self._processes.index:
+            # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
+            # before each step, differed at the save, and do not matter unless the next steps differ as well.
+            differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)
         if attributes:
@@ -312,6 +317,7 @@ class Witness:
             f"the batch differs{why}" if layer == "batch" else f"{layer} ({why})" for layer, why in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
+        where += self._whose
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
         text = f"{where}: {'; '.join(parts)}{agrees}. {advice(differs, look, self._handing_over)}"
         if self._on_inexact == "raise":
@@ -334,7 +340,7 @@ class Witness:
         *others, last = steps
         listed = f"steps {', '.join(map(str, others))} and {last} are those" if others else f"step {last} is that"
         self._event(tuple(self._layers))
-        self._say("exact: %s of before the stop (%s)", listed, ", ".join(self._layers.values()))
+        self._say("exact: %s of before the stop%s (%s)", listed, self._whose, ", ".join(self._layers.values()))
 
     def _in_words(self, layer: str, saved: Record) -> str:
         if layer == "state":
@@ -367,7 +373,8 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
     elif "counters" in differs:
         cause = f"The run counts its steps or epochs in another way: {how.counter}"
     else:
-        cause = how.state(look and look())
+        summed = look is not None and "metrics" not in differs  # so the forward pass was the same
+        cause = (cause_in_sums() if summed else "") or how.state(look and look())
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
