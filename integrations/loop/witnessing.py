@@ -160,7 +160,7 @@ class Witness:
                 return
             self._records, self._compares, self._has_said = records, True, False
             self._file = RecordFile(step, self._processes.index, records.key, None, records)
-            self._compare_restored(records.by_k.get(0, {}), now.finish())
+            self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Record a step report before deciding whether to save it; raise StateError if ``on_inexact`` requires it."""
@@ -247,11 +247,12 @@ class Witness:
 
     # ---- comparisons
 
-    def _compare_restored(self, saved: Record, now: Record) -> None:
+    def _compare_restored(self, saved: Record, now: Record, devices: str) -> None:
         same, differs = compare(saved, now, self._records.names)
-        if self._processes.index:
+        if self._processes.index or " x " in devices:
             # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
-            # before each step, differed at the save, and do not matter unless the next steps differ as well.
+            # before each step, differed at the save, and do not matter unless the next steps differ as well. Arrays on
+            # several devices are sampled on one of them, and may be divided in another way until the first step.
             differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)

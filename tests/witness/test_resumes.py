@@ -319,6 +319,29 @@ def test_only_accelerators_round_on_the_same_processor(
     assert (proof.exact, proof.rounding is None) == (exact, exact is False)
 
 
+@pytest.mark.parametrize(("axis", "exact"), [("x", True), ("y", False)])
+def test_arrays_on_several_devices(tmp_path: Path, caplog: pytest.LogCaptureFixture, axis: str, exact: bool) -> None:
+    """The count is on one device until the first step; that the program divides the weights anew is no damage."""
+    jax = pytest.importorskip("jax")
+    mesh = jax.make_mesh((1, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def train(last: int, axis: str) -> Proof:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+        add = jax.jit(lambda state: {"w": state["w"] + 0.5, "count": state["count"] + 1})
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False) as checkpoint:
+            fresh = {"w": jax.device_put(jax.numpy.arange(8.0), sharding), "count": jax.numpy.int32(0)}
+            state, start = checkpoint.restore_or_initialize(fresh)
+            for step in range(start + 1, last + 1):
+                state = add(state)
+                checkpoint.on_step(step, state)
+        return checkpoint.proof
+
+    train(3, "x")
+    proof = train(4, axis)
+    assert (proof.exact, proof.why) == (exact, "")
+    assert not [text for text in caplog.messages if "was not restored as it was saved" in text]
+
+
 KILLED = """
 import os, signal, sys
 import holdfast as hf
