@@ -157,6 +157,12 @@ def test_batch_normalization(tmp_path: Path, name: str) -> None:
         assert all(re.match(pattern, text) for text in warnings)
 
 
+def test_on_another_number_of_processes_objects_without_states_are_no_news(tmp_path: Path) -> None:
+    run_processes(average, 2, str(tmp_path), {}, 4, backend="torch")
+    ((_, (warning,)),) = run_processes(average, 1, str(tmp_path), {}, 5, backend="torch")
+    assert re.match(r"step 3 in .* was saved by 2 processes, and 1 continue: the random generators", warning)
+
+
 def accumulate(process: Process, directory: str) -> list[str]:
     """Reports each micro-batch as a step; returns what is logged."""
     import torch
