@@ -124,7 +124,7 @@ def own_share(
     files: Files | None,
     coordinator: Coordinator | None = None,
     process: int | None = None,
-    is_empty: Callable[[Share], bool] = lambda share: False,
+    is_empty: Callable[[Share], bool] = lambda _: False,
 ) -> Share:
     """Return the tree of this process or of ``process``; warn if their number has changed, unless it ``is_empty``."""
     shares = _shares(directory, files)

@@ -34,7 +34,7 @@ from ...engine.witness import (
 )
 from ..options import OnInexact, ProgramOptions
 from .announce import announce
-from .first_steps import cause_in_state, cause_in_sums
+from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shardings_of
 
 logger = logging.getLogger("holdfast")
 
@@ -117,6 +117,7 @@ class Witness:
         self._records = Records()  # records of the step that the run has resumed from
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have not been compared yet
+        self._shardings: Mapping[str, tuple[Any, int]] = {}  # of the restored arrays of jax
         self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
         self._compares = False  # whether steps are being compared after a resume
         self._has_said = True  # whether the line about the comparison has been logged
@@ -159,6 +160,7 @@ class Witness:
                     self._say(text, why, step)
                 return
             self._records, self._compares, self._has_said = records, True, False
+            self._shardings = shardings_of(seen.root) if " x " in records.key["devices"] else {}
             self._file = RecordFile(step, self._processes.index, records.key, None, records)
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
@@ -320,7 +322,7 @@ class Witness:
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         where += self._whose
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
-        text = f"{where}: {'; '.join(parts)}{agrees}. {advice(differs, look, self._handing_over)}"
+        text = f"{where}: {'; '.join(parts)}{agrees}. {advice(differs, look, self._handing_over, self._shardings)}"
         if self._on_inexact == "raise":
             self.error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
             raise self.error
@@ -363,7 +365,12 @@ class Witness:
         announce(text, *args, shown=self._processes.is_primary and self._on_inexact != "ignore")
 
 
-def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
+def advice(
+    differs: Mapping[str, str],
+    look: Callable[[], Seen] | None,
+    how: HandingOver,
+    shardings: Mapping[str, tuple[Any, int]],
+) -> str:
     """Return the likely cause of a difference, what to pass to the callback, and which other state could be reached."""
     from ...engine.fingerprints import not_handed_over  # imported lazily: few runs need it
 
@@ -375,7 +382,8 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
         cause = f"The run counts its steps or epochs in another way: {how.counter}"
     else:
         summed = look is not None and "metrics" not in differs  # so the forward pass was the same
-        cause = (cause_in_sums() if summed else "") or how.state(look and look())
+        cause = "" if look is None else cause_in_shardings(shardings, look().root)
+        cause = cause or (cause_in_sums() if summed else "") or how.state(look and look())
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
