@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .plan import ArraySpec, Catalog, ChunkIds
 
+_BY_PROCESS_0 = 16 << 20  # maximum bytes of plain arrays that process 0 writes alone
 _ROUNDS = 8  # maximum number of iterations to balance the loads of overlapping groups
 
 
@@ -72,18 +72,21 @@ class ArrayClass(NamedTuple):
     replicas: ReplicaGroups  # processes that hold each chunk
 
 
-def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
+def write_assignment(catalog: Catalog, processes: int, by_process_0: int = _BY_PROCESS_0) -> ChunkAssignment:
     """Assign every chunk of a tree to one of the processes that hold it."""
     classes = []
     groups = _positions_by_id(catalog.encoding_ids, len(catalog.distinct)) if catalog.names else []
-    # Sort by array number, which does not depend on the order of the leaves in the tree.
-    for numbers in sorted(groups, key=itemgetter(0)):
+    # Sort by size and array number, which do not depend on the order of the leaves in the tree.
+    for numbers in sorted(groups, key=lambda numbers: (catalog.encodings[numbers[0]].spec.nbytes, numbers[0])):
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
         replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
-        if parts is None and not spec.shape:
-            # Scalars such as the current time may differ between processes, so process 0 writes all of them.
-            replicas = ReplicaGroups(((0,),), np.zeros(1, np.int32))
+        if parts is None:
+            by_process_0 -= spec.nbytes * len(numbers)
+        if parts is None and (by_process_0 >= 0 or not spec.shape):
+            # Scalars such as the current time, and buffers such as the averages of batch normalization, may differ
+            # between processes. Process 0, whose buffers DistributedDataParallel uses, writes the smallest arrays.
+            replicas = ReplicaGroups(((0,),), np.zeros(spec.chunks, np.int32))
         elif parts is not None and spec.chunks:
             try:
                 replicas = replica_groups(spec.shape, spec.chunk_shape, parts, processes)

@@ -152,6 +152,7 @@ class ArraySpec:
     grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis; 0 along an empty axis
     chunks: int = field(init=False)  # number of chunks
     chunk_nbytes: int = field(init=False)  # size of a full chunk in bytes, without its checksum
+    nbytes: int = field(init=False)  # size of all chunks in bytes, as if each were full
     contiguous: bool = field(init=False)  # whether every chunk is contiguous in the array's C order
 
     def __post_init__(self) -> None:
@@ -159,6 +160,7 @@ class ArraySpec:
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "chunks", math.prod(grid))
         object.__setattr__(self, "chunk_nbytes", math.prod(self.chunk_shape) * self.itemsize)
+        object.__setattr__(self, "nbytes", self.chunks * self.chunk_nbytes)
         cut = next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), len(grid))
         object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
 

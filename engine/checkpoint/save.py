@@ -304,7 +304,8 @@ class Primary:
         if self.rendezvous is not None:
             self.told = "the commit"
             # Send a summary without the file list, which grows with the number of processes.
-            facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
+            summary = record.summary()
+            facts = {"record": summary.to_document(), "summarizes": summary.summarizes, "bytes": nbytes}
             try:
                 self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)
             except Exception as error:  # not fatal, because the checkpoint has been committed
@@ -396,7 +397,7 @@ class Worker:
         summary = CheckpointRecord.from_document(
             facts["record"], source=f"{self.location}: what process 0 has committed"
         )
-        return replace(summary, summarizes=facts["identity"]), *facts["bytes"]
+        return replace(summary, summarizes=tuple(facts["summarizes"])), *facts["bytes"]
 
     def give_up(self, error: BaseException) -> None:
         """Report to the other processes that this process has failed and stopped writing."""

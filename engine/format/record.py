@@ -264,8 +264,9 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
     # Folders of the checkpoint that this one replaced, which can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # Identity of the complete record if this is its summary for the other processes of a joint save. Not stored.
-    summarizes: str | None = field(default=None, compare=False)
+    # Identity and fingerprint of the complete record if this is its summary for the other processes of a joint save. Not
+    # stored.
+    summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -295,19 +296,21 @@ class CheckpointRecord:
     def summary(self) -> CheckpointRecord:
         """Return a copy of this record without its files, whose number grows with the number of saving processes."""
         items = {name: item._replace(files={}) for name, item in self.items.items()}
-        return replace(self, items=items, summarizes=self.identity)
+        return replace(self, items=items, summarizes=(self.identity, self.fingerprint))
 
     @property
     def identity(self) -> str:
         """Identity of the save. It differs between saves of the same step, but does not depend on metrics or pins."""
         if self.summarizes is not None:
-            return self.summarizes
+            return self.summarizes[0]
         facts = json.dumps([float(self.time), self._items_document()], sort_keys=True)
         return f"{google_crc32c.value(facts.encode()):08x}"
 
     @property
     def fingerprint(self) -> str:
         """Digest of the time, step and files, which are the same in all copies of a checkpoint."""
+        if self.summarizes is not None:
+            return self.summarizes[1]
         import hashlib  # imported lazily because it loads OpenSSL, which is not needed to list or read checkpoints
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,9 +120,13 @@ def _shares(directory: Location, files: Files | None) -> list[Share]:
 
 
 def own_share(
-    directory: Location, files: Files | None, coordinator: Coordinator | None = None, process: int | None = None
+    directory: Location,
+    files: Files | None,
+    coordinator: Coordinator | None = None,
+    process: int | None = None,
+    is_empty: Callable[[Share], bool] = lambda _: False,
 ) -> Share:
-    """Return the tree of this process, or of the given ``process``; warn if the number of processes has changed."""
+    """Return the tree of this process or of ``process``; warn if their number has changed, unless it ``is_empty``."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):
@@ -131,7 +135,7 @@ def own_share(
     coordinator = coordinator or current_coordinator()
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
-    if len(shares) != count:
+    if len(shares) != count and not is_empty(shares[index if is_own else 0]):
         outcome = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
         text = "%s was saved by %d processes and is restored by %d: process %d %s"
         _logger.warning(text, directory, len(shares), count, index, outcome)

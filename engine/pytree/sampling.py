@@ -48,7 +48,9 @@ class Samples:
 
     def devices(self, count: int) -> str:
         """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means arrays on 4 devices."""
-        return ", ".join(sorted(device for device, position in self._devices.items() if position < count))
+        # The first step spreads arrays that a program makes on one device, such as counts of optax, over all of them.
+        found = [device for device, position in self._devices.items() if position < count]
+        return ", ".join(sorted(kind for kind in found if not any(other.startswith(f"{kind} x") for other in found)))
 
     @property
     def is_ready(self) -> bool:

@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
-from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
+from ...engine.pytree import (
+    Sampler,
+    Samples,
+    Ways,
+    flatten,
+    is_jax_array,
+    is_plain,
+    is_torch_tensor,
+    loaded,
+    unwrapped_name,
+)
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
@@ -75,6 +85,14 @@ _ONLY_DICTS = (
 _NO_SCHEDULER = (
     "The %s of the optimizer is not saved: pass it to restore_or_initialize and on_step as an extra, as in "
     "scheduler=scheduler"
+)
+_REDUCED = (
+    "DistributedDataParallel puts the gradients in another order after its first step, so that their sums over more "
+    "than two processes round in another way: give it find_unused_parameters=True, without static_graph"
+)
+_DIVIDED = (
+    "The first step divides arrays among the devices in another way than the program does before restore_or_initialize "
+    "(%s), so that it rounds in another way after each start: give jax.jit the shardings of the state as out_shardings="
 )
 _OTHERWISE = (
     "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
@@ -210,6 +228,35 @@ def cause_in_state(seen: Seen | None) -> str:
         if id(scheduler) not in shown and id(scheduler.optimizer) in shown:
             return _NO_SCHEDULER % type(scheduler).__qualname__
     return _OTHERWISE
+
+
+def cause_in_sums() -> str:
+    """Return why sums of gradients over processes may differ at the first step after a start, or an empty text."""
+    torch: Any = loaded("torch")
+    if torch is None or not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 2):
+        return ""
+    models = _live(torch.nn.parallel.DistributedDataParallel)
+    return _REDUCED if any(each.static_graph or not each.find_unused_parameters for each in models) else ""
+
+
+def shardings_of(root: Any) -> dict[str, tuple[Any, int]]:
+    """Return the sharding and the number of axes of each array of jax in the witness's view of a state, by name."""
+    ways = Ways(root, _SAMPLED)
+    leaves = zip(ways.names, ways.follow(root), strict=True)
+    return {name: (leaf.sharding, leaf.ndim) for name, leaf in leaves if is_jax_array(leaf)}
+
+
+def cause_in_shardings(before: Mapping[str, tuple[Any, int]], root: Any) -> str:
+    """Return why the first step after a start may round in another way than others, or an empty text."""
+    now = shardings_of(root)
+    both = {name: (before[name][0], *now[name]) for name in before.keys() & now.keys()}
+    moved = [
+        name.removeprefix(f"{STATE}.")
+        for name, (old, new, ndim) in sorted(both.items())
+        # An array on one device is as good as copies on all of them.
+        if not (old.is_fully_replicated and new.is_fully_replicated) and not old.is_equivalent_to(new, ndim)
+    ]
+    return _DIVIDED % shortened(moved, 3) if moved else ""
 
 
 def warn_of_index(step: int, tree: Any) -> None:

@@ -34,7 +34,7 @@ from ...engine.witness import (
 )
 from ..options import OnInexact, ProgramOptions
 from .announce import announce
-from .first_steps import cause_in_state
+from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shardings_of
 
 logger = logging.getLogger("holdfast")
 
@@ -104,6 +104,7 @@ class Witness:
         self._handing_over = handing_over
         self._manager = manager
         self._processes = manager.processes
+        self._whose = "" if self._processes.alone else f" in process {self._processes.index}"
         self._on_inexact = on_inexact
         self._enabled = enabled
         self._key: Mapping[str, Any] = {}
@@ -115,6 +116,7 @@ class Witness:
         self._records = Records()  # records of the step from which the run has resumed
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have not been compared yet
+        self._shardings: Mapping[str, tuple[Any, int]] = {}  # of the restored arrays of jax
         self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
         self._compares = False  # whether steps are being compared after a resume
         self._has_said = True  # whether the summary of the comparison has been logged
@@ -153,8 +155,9 @@ class Witness:
                     self._say(text, why, step)
                 return
             self._records, self._compares, self._has_said = records, True, False
+            self._shardings = shardings_of(seen.root) if " x " in records.key["devices"] else {}
             self._files = [RecordFile(step, self._processes.index, records.key, None, records)]
-            self._compare_restored(records.by_k.get(0, {}), now.finish())
+            self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Record and compare a step report before it is saved; raise StateError if ``on_inexact`` requires it."""
@@ -236,8 +239,13 @@ class Witness:
 
     # ---- comparisons
 
-    def _compare_restored(self, saved: Record, now: Record) -> None:
+    def _compare_restored(self, saved: Record, now: Record, devices: str) -> None:
         same, differs = compare(saved, now, self._records.names)
+        if self._processes.index or " x " in devices:
+            # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
+            # before each step, differed at the save, and do not matter unless the next steps differ as well. Arrays on
+            # several devices are sampled on one of them, and may be divided in another way until the first step.
+            differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)
         if attributes:
@@ -302,8 +310,9 @@ class Witness:
             f"the batch differs{why}" if layer == "batch" else f"{layer} ({why})" for layer, why in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
+        where += self._whose
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
-        text = f"{where}: {'; '.join(parts)}{agrees}. {advice(differs, look, self._handing_over)}"
+        text = f"{where}: {'; '.join(parts)}{agrees}. {advice(differs, look, self._handing_over, self._shardings)}"
         if self._on_inexact == "raise":
             self.error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
             raise self.error
@@ -324,7 +333,7 @@ class Witness:
         *others, last = steps
         listed = f"steps {', '.join(map(str, others))} and {last} are those" if others else f"step {last} is that"
         self._event(tuple(self._layers))
-        self._say("exact: %s of before the stop (%s)", listed, ", ".join(self._layers.values()))
+        self._say("exact: %s of before the stop%s (%s)", listed, self._whose, ", ".join(self._layers.values()))
 
     def _in_words(self, layer: str, saved: Record) -> str:
         if layer == "state":
@@ -346,7 +355,12 @@ class Witness:
         announce(text, *args, shown=self._processes.is_primary and self._on_inexact != "ignore")
 
 
-def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
+def advice(
+    differs: Mapping[str, str],
+    look: Callable[[], Seen] | None,
+    how: HandingOver,
+    shardings: Mapping[str, tuple[Any, int]],
+) -> str:
     """Return a text with the likely cause of a difference, the state to pass, and other reachable state."""
     from ...engine.fingerprints import not_handed_over  # imported lazily, because few runs need it
 
@@ -357,7 +371,9 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
     elif "counters" in differs:
         cause = f"The run counts its steps or epochs in another way: {how.counter}"
     else:
-        cause = how.state(look and look())
+        summed = look is not None and "metrics" not in differs  # so the forward pass was the same
+        cause = "" if look is None else cause_in_shardings(shardings, look().root)
+        cause = cause or (cause_in_sums() if summed else "") or how.state(look and look())
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"

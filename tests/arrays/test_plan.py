@@ -210,7 +210,7 @@ def mesh_columns(shape: tuple[int, ...], rows: int, columns: int) -> ArrayLeaf:
 
 def assigned(leaves: dict[str, ArrayLeaf], count: int) -> tuple[Catalog, list[Any]]:
     catalog = Catalog(list(leaves), list(leaves.values()), LAYOUT)
-    assignment = write_assignment(catalog, count)
+    assignment = write_assignment(catalog, count, by_process_0=0)
     return catalog, [assignment.chunks_of(process) for process in range(count)]
 
 
@@ -304,6 +304,16 @@ def test_groups_of_holders(name: str) -> None:
 def test_a_process_that_holds_more_alone_writes_nothing_else() -> None:
     leaves = {"own": leaf((64 * KIB,), (Part((0,), (64 * KIB,), (1,)),)), "all": leaf((8, 4096))}
     assert check(leaves, 3) == [64 * KIB, 256 * KIB, 64 * KIB]
+
+
+@pytest.mark.parametrize(("most", "alone"), [(600, 2), (40_000, 4), (100_000, 5)])
+def test_process_0_writes_the_smallest_plain_arrays(most: int, alone: int) -> None:
+    """Such as buffers, which may differ between processes: those of one process must not be saved with others'."""
+    sizes = {"mean": 64, "variance": 64, "bias": 4096, "weight": 4096, "large": 8192}
+    leaves = {name: leaf((size,)) for name, size in sizes.items()} | {"part": sharded((64, 2), 2)}
+    catalog = Catalog(list(leaves), list(leaves.values()), LAYOUT)
+    arrays, _ = write_assignment(catalog, 2, by_process_0=most).chunks_of(0)
+    assert {*list(sizes)[:alone]} <= {catalog.names[number] for number in arrays.tolist()}
 
 
 def test_assignments_do_not_depend_on_the_order_of_the_leaves() -> None:

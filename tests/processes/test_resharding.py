@@ -54,16 +54,16 @@ def jax_tree(count: int) -> dict[str, Any]:
 
 
 def torch_tree(count: int) -> dict[str, Any]:
-    """The arrays as DTensors, and as plain tensors that are the same everywhere."""
+    """The arrays as DTensors, and small ones as plain tensors that are the same everywhere, which process 0 writes."""
     import torch
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = torch_mesh(count)
-    ways = {"rows": Shard(0), "columns": Shard(1), "both": Shard(1), "uneven": Shard(0), "step": Replicate()}
+    ways: dict[str, Any] = {"rows": Shard(0), "columns": Shard(1), "both": Shard(1), "uneven": Shard(0)}
+    ways |= {"replicated": Replicate(), "step": Replicate()}
     values = arrays()
     found: dict[str, Any] = {name: distribute(torch.tensor(values[name]), mesh, way) for name, way in ways.items()}
-    plain = {"replicated": torch.tensor(values["replicated"]), "small": list(map(torch.tensor, values["small"]))}
-    return {**found, **plain}
+    return {**found, "small": list(map(torch.tensor, values["small"]))}
 
 
 def jax_values(tree: Any) -> list[np.ndarray[Any, Any]]:

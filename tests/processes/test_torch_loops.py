@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -102,6 +104,63 @@ def test_parameters_that_are_divided(tmp_path: Path) -> None:
     assert [drawn for _, _, drawn in resumed] == [drawn[4:] for _, _, drawn in whole]
     assert resumed[0][2] != resumed[1][2]
     assert hf.verify(tmp_path / "run").ok
+
+
+def average(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
+    """Trains a model with buffers, each process on its own rows; returns its tensors, and what the witness says."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Tanh(), torch.nn.Linear(24, 1)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(process.index))
+    callback = hf.CheckpointCallback(directory, save_interval_steps=3)
+    with Logged() as logged, contextlib.suppress(RuntimeError), callback as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        for step in range(start + 1, 6):
+            loss = model(rows).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            checkpoint.on_step(step, state, metrics={"loss": loss})
+            if step == last < 5:
+                checkpoint.manager.wait_until_finished()
+                raise RuntimeError("a crash")
+    return [tensor.tolist() for tensor in model.state_dict().values()], logged.warnings
+
+
+AVERAGES = {
+    # Before, each process saved some of the buffers, and only process 0 compared its steps with those before the stop.
+    "buffers of process 0": ({"find_unused_parameters": True}, [""] * 4),
+    "buffers of each process": (
+        {"find_unused_parameters": True, "broadcast_buffers": False},
+        ["", *[rf"not exact from step 4 on in process {index}: state .*running_mean" for index in (1, 2, 3)]],
+    ),
+    "other order of gradients": (
+        {},
+        [rf"not exact from step 4 on in process {index}: .*find_unused_parameters=True" for index in range(4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_batch_normalization(tmp_path: Path, name: str) -> None:
+    """Crashed and resumed, bit for bit or with a warning of each process that differs."""
+    options, expected = AVERAGES[name]
+    whole = run_processes(average, 4, str(tmp_path / "whole"), options, 5, backend="torch")
+    run_processes(average, 4, str(tmp_path / "run"), options, 4, backend="torch")
+    resumed = run_processes(average, 4, str(tmp_path / "run"), options, 5, backend="torch")
+    for (tensors, warnings), (before, _), pattern in zip(resumed, whole, expected, strict=True):
+        assert (tensors == before) == (not pattern)
+        assert len(warnings) == bool(pattern)
+        assert all(re.match(pattern, text) for text in warnings)
+
+
+def test_on_another_number_of_processes_objects_without_states_are_no_news(tmp_path: Path) -> None:
+    run_processes(average, 2, str(tmp_path), {}, 4, backend="torch")
+    ((_, (warning,)),) = run_processes(average, 1, str(tmp_path), {}, 5, backend="torch")
+    assert re.match(r"step 3 in .* was saved by 2 processes, and 1 continue: the random generators", warning)
 
 
 def accumulate(process: Process, directory: str) -> list[str]:

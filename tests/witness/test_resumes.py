@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -317,6 +318,44 @@ def test_only_accelerators_round_on_the_same_processor(
     count(tmp_path, 3, lambda step: 1, save_interval_steps=2)
     proof = count(tmp_path, 3, lambda step: 1 + 1e-6, save_interval_steps=2, on_inexact="ignore")
     assert (proof.exact, proof.rounding is None) == (exact, exact is False)
+
+
+@pytest.mark.parametrize(
+    ("fresh", "divides", "rise", "cause"),
+    [
+        # The count is on one device until the first step.
+        ("x", "x", 0.5, ""),
+        # A step that divides the weights as before the stop makes up for a program that no longer does.
+        ("y", "x", 0.5, ""),
+        ("y", "x", 0.25, "The first step divides arrays among the devices in another way .* [(]w[)], .*out_shardings="),
+        ("y", "y", 0.5, "Either the loop changes the state after on_step"),
+    ],
+)
+def test_arrays_on_several_devices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fresh: str, divides: str, rise: float, cause: str
+) -> None:
+    jax = pytest.importorskip("jax")
+    mesh = jax.make_mesh((1, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def train(last: int, fresh: str, divides: str, rise: float) -> Proof:
+        over = {axis: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)) for axis in "xy"}
+        begin = {"w": jax.device_put(jax.numpy.arange(8.0), over[fresh]), "count": jax.numpy.int32(0)}
+        shardings = {"w": over[divides], "count": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())}
+        step_of = jax.jit(lambda state: {"w": state["w"] + rise, "count": state["count"] + 1}, out_shardings=shardings)
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False) as checkpoint:
+            state, start = checkpoint.restore_or_initialize(begin)
+            for step in range(start + 1, last + 1):
+                state = step_of(state)
+                checkpoint.on_step(step, state)
+        return checkpoint.proof
+
+    train(3, "x", "x", 0.5)
+    caplog.clear()
+    proof = train(4, fresh, divides, rise)
+    assert (proof.exact, proof.why) == (not cause, "")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == bool(cause)
+    assert all(re.match(f"not exact from step 3 on: .*{cause}", text) for text in warnings)
 
 
 KILLED = """
