@@ -264,8 +264,8 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
     # Folders of the checkpoint that this one replaced, which can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # Identity and fingerprint of the complete record if this is its summary for the other processes of a joint save. Not
-    # stored.
+    # Identity and fingerprint of the complete record, if this is its summary for the other processes of a joint save;
+    # not stored.
     summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
