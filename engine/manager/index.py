@@ -48,7 +48,6 @@ class IndexedStep:
     record: CheckpointRecord | None = None  # None if the record is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the committed step, as seen by retention rules
-    location: Location | None = None  # the folder of a step written by another library
 
     @property
     def is_absent(self) -> bool:
@@ -59,8 +58,8 @@ class IndexedStep:
 _NO_STEP = IndexedStep()  # also used for a stray folder, which is named like a step but contains no checkpoint
 
 
-def _committed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
-    return IndexedStep(record, info=info_of(step, record), location=location)
+def _committed(step: int, record: CheckpointRecord) -> IndexedStep:
+    return IndexedStep(record, info=info_of(step, record))
 
 
 class StepIndex:
@@ -76,7 +75,8 @@ class StepIndex:
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
-        self._names: dict[int, str] = {}  # names of the step folders when the directory was last listed
+        self._folders: dict[int, Location] = {}  # the step folders when the directory was last listed
+        self._is_foreign = False  # whether the steps were written by another library
         self._width: int | None = None  # minimum number of digits in new folder names, once known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         names = self.reload()
@@ -87,17 +87,14 @@ class StepIndex:
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether or not it exists."""
-        name = self._names.get(step) or step_folder(self._series, step, self._width)
-        return self._indexed(step).location or self.location / name
+        return self._folders.get(step) or self.location / step_folder(self._series, step, self._width)
 
     def _indexed(self, step: int) -> IndexedStep:
         return self._index.get(step, _NO_STEP)
 
     def stored_metadata(self) -> Mapping[str, Any] | None:
         metadata = stored_metadata(self.location)
-        with self._lock:
-            is_foreign = any(indexed.location is not None for indexed in self._index.values())
-        return find_steps(self.location).metadata() if metadata is None and is_foreign else metadata
+        return find_steps(self.location).metadata() if metadata is None and self._is_foreign else metadata
 
     def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
         """Return the Orbax steps in the directory if the manager is read-only."""
@@ -115,18 +112,18 @@ class StepIndex:
         names = frozenset(entry.name for entry in content)
         others = [] if entries else self._list_others(names)
         folders = step_folders(self.location, self._series, content)
-        self._names = {entry.step: entry.location.name for entry in (*folders, *entries)}
+        self._folders = {entry.step: entry.location for entry in (*folders, *entries, *others)}
+        self._is_foreign = bool(others)
         if self._width is None and not self._options.read_only:
             stored = stored_options(self.location) if PADDED in names else None
             chosen = stored if entries or OPTIONS in names else self._options
             self._width = (chosen and chosen.step_name_width) or 0
         index: dict[int, IndexedStep] = {}
         for entry in entries or others:
-            location = entry.location if others else None
             if entry.record is not None:
-                index[entry.step] = _committed(entry.step, entry.record, location)
+                index[entry.step] = _committed(entry.step, entry.record)
             elif entry.error is not None:
-                index[entry.step] = IndexedStep(error=entry.error, location=location)
+                index[entry.step] = IndexedStep(error=entry.error)
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
@@ -227,9 +224,8 @@ class StepIndex:
         if (borrowed := self.borrowed.get(step)) is not None:
             return OwnItems(*borrowed)
         record = self.record(step)
-        if (foreign := self._indexed(step).location) is not None:
-            return OtherItems(open_at(foreign))
-        return OwnItems(self.step_location(step), record)
+        location = self.step_location(step)
+        return OtherItems(open_at(location)) if self._is_foreign else OwnItems(location, record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
         """Return whether to reread a damaged step because it was replaced, or because the network may be at fault."""

@@ -156,6 +156,7 @@ class LocalHosts:
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
+        self.space: Location | None = None  # the run's folder on this host; None until it has been made for a save
         self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
@@ -401,7 +402,7 @@ class LocalHosts:
         def is_met(held: tuple[str, str]) -> bool:
             path, where = held
             try:
-                return checks[path].is_met(self._place(step.folder, where) / path)
+                return checks[path].is_met(self.step_folder(step.folder, where) / path)
             except StorageError as error:
                 _logger.warning("a file of the local step %d cannot be read: %s", step.step, error)
                 return False
@@ -426,7 +427,7 @@ class LocalHosts:
 
     # ---- reading
 
-    def _place(self, folder: str, where: str) -> Location:
+    def step_folder(self, folder: str, where: str = OWN) -> Location:
         assert self.program.run is not None
         return self.root / self.program.run / where / folder
 
@@ -438,13 +439,13 @@ class LocalHosts:
             held = step.holders[path]
             here = next((where for host, where in held if host == self.host), None)
             if here is not None:
-                return (self._place(step.folder, here) / path).open_data()
+                return (self.step_folder(step.folder, here) / path).open_data()
             remote = [(self.peers[host], f"{self.program.run}/{where}/{step.folder}/{path}") for host, where in held]
             return RemoteReader(path, sizes[path], remote)
 
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
 
-    def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
+    def make_folder(self, rendezvous: Rendezvous | None) -> None:
         """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
         # Use the rendezvous of the local save, because processes that have failed earlier have left it.
         timeout = self._processes.timeout
@@ -472,7 +473,7 @@ class LocalHosts:
             mine = rendezvous.summarize("folders", mine, timeout, lambda texts: next(filter(None, texts), b""))
         if mine:
             raise StorageError(mine.decode())
-        return space
+        self.space = space
 
     def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
         """Send a file to another host; ``path`` is relative to the run's folder."""
