@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class Transfer:
         self._free = 0.0  # the time after which more bytes may be transferred at the normal rate
         self._late = 0.0  # the time after which more bytes may be transferred at the rate ``BESIDE``
         self.gives_way = False
-        self.ended: Exception | None = None  # the error that ends the copy
+        self.ended: Exception | None = None  # the first error that ends the copy
         self.total = 0  # size of all files in bytes
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, without files copied by the store itself
@@ -81,7 +81,7 @@ class Transfer:
     def end(self, error: Exception) -> None:
         """Make the copy fail with an error at its next piece, and wake all waiting threads."""
         with self._changed:
-            self.ended = error
+            self.ended = self.ended or error
             self._changed.notify_all()
 
     @property
@@ -222,7 +222,7 @@ def copied_step(
         yield result
         pending.commit(result)
     except BaseException as error:
-        failure = copy.failure or error  # a store may report only that the upload was aborted
+        failure = transfer.ended or error  # a store may report only that the upload was aborted
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:
@@ -265,11 +265,9 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
     return checks
 
 
-@dataclass
-class _Copy:
+class _Copy(NamedTuple):
     transfer: Transfer
     copied: CopiedFiles
-    failure: Exception | None = None  # the error found in the original, or the error that ended the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         largest = max((file.check.record.size for file in files), default=0)
@@ -312,7 +310,7 @@ class _Copy:
                 yield part
                 self.transfer.passed(len(part))
         except Exception as error:
-            self.failure = self.failure or error
+            self.transfer.end(error)  # for all threads
             raise
 
     def _is_there(self, file: _File) -> bool:

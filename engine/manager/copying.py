@@ -129,9 +129,8 @@ class _Copy:
             return [self._copy_one(source, destination, share)]
 
     def _copy_one(self, source: Location, destination: Location, share: Share) -> CopyReport:
-        transfer = Transfer(self.rate, advance=share.advance)
-
         def copy(record: CheckpointRecord) -> CopyReport:
+            transfer = Transfer(self.rate, advance=share.advance)
             there = found_at(destination)
             if there is not None and there.fingerprint == record.fingerprint:
                 follow(destination, there, record)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from ..checkpoint import CopiedFiles, Transfer, copied_step, copy_witness
+from ..checkpoint import CopiedFiles, Transfer, copy_witness
 from ..clock import bytes_per_second, seconds
 from ..errors import (
     CheckpointExistsError,
@@ -200,12 +200,9 @@ class RunMirror(StepPlace):
             if record is None or tombstones.cover(step, record):
                 return False
             overwrite = overwrite or run.is_damaged(step)
-            run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
-            source, destination = far.step_location(step), run.step_location(step)
-            with copied_step(source, destination, record, overwrite=overwrite) as copied:
-                run.ownership.check()
+            with run.receiving(step, far.step_location(step), record, overwrite=overwrite):
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
                     run.note_branches(NO_LOCAL_STEPS)  # local steps are invalid because the run continued elsewhere
         except CheckpointExistsError as error:  # another program may have committed the step during the copy
@@ -221,9 +218,8 @@ class RunMirror(StepPlace):
                 raise
             self._warn(error, f"step {step} is not fetched")
             return False
-        run.add(step, copied)
         took = round(time.monotonic() - began, 6)
-        self._events.write("fetched", step=step, mirror=str(self.location), bytes=copied.nbytes, seconds=took)
+        self._events.write("fetched", step=step, mirror=str(self.location), bytes=record.nbytes, seconds=took)
         if stored_metadata(run.location) is None:
             store_metadata(run.location, stored_metadata(self.location))
         return True
@@ -447,7 +443,6 @@ class RunMirror(StepPlace):
     def _copy(self, far: RunDirectory, record: CheckpointRecord) -> None:
         step = _step_of(record)
         far.sweep_partial(besides=step)
-        far.make_room(step, replaces=True)
         began = time.monotonic()
         transfer = Transfer(self._bandwidth)
         with self._wake:
@@ -456,18 +451,10 @@ class RunMirror(StepPlace):
         try:
             with (
                 self._run.holding(step),
-                copied_step(
-                    self._run.step_location(step),
-                    far.step_location(step),
-                    record,
-                    overwrite=True,
-                    transfer=transfer,
-                    copied=self._copied,
-                ) as copied,
+                far.receiving(step, self._run.step_location(step), record, transfer=transfer, copied=self._copied),
             ):
                 if not self._is_wanted(record):
                     raise _Obsolete
-                far.ownership.check()
         except DamagedCheckpointError as error:
             if not self._run.has_copy(record):
                 raise _Obsolete from error
@@ -481,7 +468,6 @@ class RunMirror(StepPlace):
             raise
         finally:
             self._copying = None
-        far.add(step, copied)
         far.last_saved = step
         took = round(time.monotonic() - began, 6)
         self._rate = transfer.rate or self._rate

@@ -203,7 +203,7 @@ def test_a_step_that_another_program_commits_while_it_is_fetched(
         (tmp_path / "aside").rename(tmp_path / "run" / "1")
         return copying.copied_step(*args, **kwargs)
 
-    monkeypatch.setattr(mirrors, "copied_step", overtaken)
+    monkeypatch.setattr("holdfast.engine.manager.directory.copied_step", overtaken)
     with manager(tmp_path / "run", place) as run:
         restored = run.restore_latest()
     assert restored is not None
