@@ -49,13 +49,8 @@ class IndexedStep:
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the committed step, as seen by retention rules
 
-    @property
-    def is_absent(self) -> bool:
-        """True if no checkpoint exists, not even a damaged one."""
-        return self.error is None and self.info is None
 
-
-_NO_STEP = IndexedStep()  # also used for a stray folder, which is named like a step but contains no checkpoint
+_NO_STEP = IndexedStep()
 
 
 def _committed(step: int, record: CheckpointRecord) -> IndexedStep:
@@ -75,6 +70,7 @@ class StepIndex:
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
+        self._strays: set[int] = set()  # numbers of folders that are named like a step but contain no checkpoint
         self._folders: dict[int, Location] = {}  # the step folders when the directory was last listed
         self._is_foreign = False  # whether the steps were written by another library
         self._width: int | None = None  # minimum number of digits in new folder names, once known
@@ -127,11 +123,10 @@ class StepIndex:
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
-                if now is None and before.is_absent:
-                    index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # its data is damaged
+                if now and now.record and before.error and before.record and not forget:  # its data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
+            self._strays -= index.keys()
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
@@ -142,11 +137,11 @@ class StepIndex:
 
     def add_strays(self, steps: Iterable[int]) -> None:
         with self._lock:
-            for step in steps:
-                self._put(step, _NO_STEP)
+            self._strays.update(steps)
 
     def _put(self, step: int, indexed: IndexedStep | None) -> None:
         self._infos = None
+        self._strays.discard(step)
         self._index.pop(step, None)
         if indexed is not None:
             self._index[step] = indexed
@@ -209,13 +204,13 @@ class StepIndex:
 
     def steps_and_damaged(self) -> list[int]:
         with self._lock:
-            return sorted(step for step, indexed in self._index.items() if not indexed.is_absent)
+            return sorted(self._index)
 
     def is_damaged(self, step: int) -> bool:
         return self._indexed(step).error is not None
 
     def is_stray(self, step: int) -> bool:
-        return step in self._index and self._indexed(step).is_absent
+        return step in self._strays
 
     def __contains__(self, step: Any) -> bool:
         return self._indexed(step).info is not None
@@ -261,7 +256,7 @@ class StepIndex:
 
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step in the directory; processes other than 0 may return its summary."""
-        if self._indexed(step).is_absent:  # another program may have saved the step since the last listing
+        if step not in self._index:  # another program may have saved the step since the last listing
             self._update(step)
         indexed = self._indexed(step)
         if indexed.error is not None:

@@ -267,8 +267,6 @@ class LocalHosts:
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
-                        if (step_folder / PARTIAL).is_there():
-                            files[PARTIAL] = (where, 0)
                 except StorageError as error:
                     _logger.warning("this local step is not used: %s", error)
                 record = (record_of(step_folder) if RECORD in files else None) or before.record
@@ -498,10 +496,10 @@ def record_of(folder: Location) -> CheckpointRecord | None:
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the path and size of each file below a folder, except links and files of a save in progress."""
+    """Yield the path and size of each file below a folder, except links and temporary files."""
     for entry in folder.entries():
         path = f"{begin}{entry.name}"
-        if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):
+        if (folder / entry.name).is_link() or entry.name.startswith(TEMPORARY_PREFIX):
             continue
         if entry.is_directory:
             yield from files_in(folder / entry.name, f"{path}/")

@@ -23,7 +23,7 @@ from ..clock import seconds
 from ..distributed import Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
-from ..format import RECORD
+from ..format import PARTIAL, RECORD
 from ..storage import Buffer, Location, parallel_map
 from .events import described
 from .intervals import passes
@@ -367,7 +367,7 @@ class LocalTier(StepPlace):
     def _send_copies(self, name: str) -> int:
         """Send a step's files to the hosts that keep copies; return the number of bytes sent."""
         folder = self._hosts.step_folder(name)
-        files = list(files_in(folder))
+        files = [(path, size) for path, size in files_in(folder) if path != PARTIAL]
         work = [(number, path, size) for number in self._hosts.copies for path, size in files]
 
         def send(copy: tuple[int, str, int]) -> None:
