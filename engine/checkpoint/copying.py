@@ -64,7 +64,6 @@ class Transfer:
         self._late = 0.0  # the time after which more bytes may be transferred at the rate ``BESIDE``
         self.gives_way = False
         self.ended: Exception | None = None  # the first error that ends the copy
-        self.total = 0  # size of all files in bytes
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, without files copied by the store itself
         self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
@@ -202,7 +201,7 @@ def copied_step(
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     transfer = transfer or Transfer()
-    transfer.total, transfer.done, transfer.sent = record.nbytes, 0, 0
+    transfer.done = transfer.sent = 0
     if copied is None or not (destination.is_remote and destination.can_share()):
         copied = CopiedFiles()
     copy = _Copy(transfer, copied)

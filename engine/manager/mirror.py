@@ -129,7 +129,6 @@ class RunMirror(StepPlace):
         self._writes = False  # whether this run owns the mirror or acquires it, so only the thread may reread it
         self._looking = Lock(reentrant=True)  # prevents another thread's stale listing from undoing a deletion
         self._thread: Helper | None = None
-        self.process = os.getpid()
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether a save to a local disk is in progress
         self._due = False
@@ -561,9 +560,8 @@ class RunMirror(StepPlace):
         lacking, copying = self._lacking(), self._copying
         if lacking is None:
             return 0
-        if copying is not None and copying.record.step == lacking.step and copying.transfer.total:
-            return copying.transfer.total - copying.transfer.done
-        return lacking.nbytes
+        done = copying.transfer.done if copying is not None and copying.record.step == lacking.step else 0
+        return lacking.nbytes - done
 
     # ---- errors
 
@@ -587,11 +585,11 @@ def _step_of(record: CheckpointRecord) -> int:
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # because a forked child does not own the mirrors
 
 
 @atexit.register
 def _warn_at_exit() -> None:
     """Warn about steps missing from mirrors whose managers were not closed."""
     for mirror in list(_open):
-        if mirror.process == os.getpid():  # because a forked child does not own the mirror
-            mirror._warn_of_lacking()
+        mirror._warn_of_lacking()

@@ -255,7 +255,7 @@ def test_a_copy_goes_on_where_it_was_interrupted(tmp_path: Path, target: Locatio
         transfer = Transfer()
         copy(original, target, transfer=transfer)
         sent.append(transfer.sent)
-        assert transfer.done == transfer.total == record.nbytes
+        assert transfer.done == record.nbytes
         assert hf.verify(target.url).ok
         assert contents(target.url, stored) == contents(original, stored)
         target.remove_tree()
