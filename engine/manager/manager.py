@@ -235,7 +235,7 @@ class CheckpointManager(ExplainsNames):
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the metadata of the run that is stored with the checkpoints, or None."""
-        return self._run.metadata()
+        return self._steps.stored_metadata() if self._run.metadata is None else self._run.metadata
 
     def structure(self, step: int | None = None) -> Any:
         """Describe the leaves of a step without reading their data.

@@ -119,6 +119,7 @@ class RunMirror(StepPlace):
         self.location = location
         self.identity = RunIdentity(mirror=location.url)
         self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
+        self._acquire_run = run.acquire
         if location.overlaps(self._run.location):
             raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
         self._limit = seconds(mirror.wait_secs)  # seconds to wait for the mirror at the end of the run
@@ -184,6 +185,7 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
+        self._acquire_run(self)
         fetched = self._processes.decide(f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH)
         if fetched and not self._processes.is_primary:
             self._run.reload()
