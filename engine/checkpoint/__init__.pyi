@@ -10,8 +10,7 @@ from .checkpointer import start_save as start_save
 from .commit import PendingCheckpoint as PendingCheckpoint
 from .commit import write_record as write_record
 from .copying import CopiedFiles as CopiedFiles
-from .copying import CopyProgress as CopyProgress
-from .copying import Throttle as Throttle
+from .copying import Transfer as Transfer
 from .copying import copied_step as copied_step
 from .copying import copy_witness as copy_witness
 from .copying import file_checks as file_checks

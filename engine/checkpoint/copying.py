@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from ..arrays import ArrayDatabase, FileCheck, required
 from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError
-from ..forks import Lock
 from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, own_shares
 from ..progress import NULL
 from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map, sync_all
@@ -42,50 +41,59 @@ _REMEMBERED = 4  # number of recent copies whose files are remembered
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was taken
 
 
-class Throttle:
-    """Limits the total throughput of a copy's threads to ``rate``, and during a save, to ``BESIDE``.
+class Transfer:
+    """The rate limit and the progress of a copy, which other threads may slow down, end or watch.
 
-    Other threads can make the copy give way to a save, or end the copy.
+    The threads of the copy together transfer at most ``rate`` bytes per second, and at most ``BESIDE`` while the copy
+    gives way to a save.
     """
 
     def __init__(
         self,
-        rate: float | None,
+        rate: float | None = None,
         *,
+        advance: Callable[[int], None] = NULL.advance,
         changed: threading.Condition | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rate = rate
+        self._limit = rate
+        self._advance = advance  # called with the number of bytes that have arrived
         self._changed = changed or threading.Condition()
         self._now = now
         self._free = 0.0  # the time after which more bytes may be transferred at the normal rate
         self._late = 0.0  # the time after which more bytes may be transferred at the rate ``BESIDE``
         self.gives_way = False
-        self.ended: Exception | None = None  # the error that ends the copy
+        self.ended: Exception | None = None  # the first error that ends the copy
+        self.done = 0  # bytes that are already at the destination
+        self.sent = 0  # bytes that this machine has sent, without files copied by the store itself
+        self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
+        self._measured = 0.0, 0  # seconds in which the copy did not give way, and bytes that arrived in them
+        self._since = now(), 0  # time at which the last measurement ended, and bytes that had arrived by then
 
     def give_way(self, yes: bool) -> None:
         """Slow down the copy while a save is in progress, or let it continue at the normal rate."""
         with self._changed:
+            self._measure()
             self.gives_way = yes
             self._changed.notify_all()
 
     def end(self, error: Exception) -> None:
         """Make the copy fail with an error at its next piece, and wake all waiting threads."""
         with self._changed:
-            self.ended = error
+            self.ended = self.ended or error
             self._changed.notify_all()
 
     @property
     def piece(self) -> int:
         """The number of bytes to transfer at a time, which is smaller at low rates to avoid long pauses."""
-        return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
+        return PIECE_BYTES if self._limit is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._limit / 4)))
 
     def take(self, count: int) -> None:
         """Wait until ``count`` bytes may be transferred; raise the error passed to :meth:`end`, if any."""
         with self._changed:
             now = self._now()
-            if self._rate is not None:
-                self._free = max(self._free, now) + count / self._rate
+            if self._limit is not None:
+                self._free = max(self._free, now) + count / self._limit
             self._late = max(self._late, now) + count / BESIDE if self.gives_way else now
             free, late = self._free, self._late
             while self.ended is None:
@@ -95,16 +103,27 @@ class Throttle:
                 self._changed.wait(pause)
             raise self.ended
 
+    def passed(self, count: int, *, arrived: bool = True, sent: bool = True) -> None:
+        """Count bytes that are now at the destination."""
+        with self._changed:
+            self.done += count
+            self._arrived += count if arrived else 0
+            self.sent += count if sent else 0
+        self._advance(count)
 
-@dataclass
-class CopyProgress:
-    """The progress of a copy in bytes, which other threads may read."""
+    @property
+    def rate(self) -> float | None:
+        """The measured rate in bytes per second, excluding the time in which the copy gave way; None if unknown."""
+        with self._changed:
+            self._measure()
+        duration, count = self._measured
+        return count / max(duration, 1e-3) if count else None
 
-    total: int = 0  # size of all files
-    done: int = 0  # bytes that are already at the destination
-    arrived: int = 0  # bytes that this copy, rather than an earlier attempt, has added
-    sent: int = 0  # bytes that this machine has sent, without files copied by the store itself
-    advance: Callable[[int], None] = NULL.advance  # called with the number of bytes that have arrived
+    def _measure(self) -> None:
+        now = self._now(), self._arrived
+        if not self.gives_way:
+            self._measured = self._measured[0] + now[0] - self._since[0], self._measured[1] + now[1] - self._since[1]
+        self._since = now
 
 
 class _File(NamedTuple):
@@ -173,8 +192,7 @@ def copied_step(
     record: CheckpointRecord,
     *,
     overwrite: bool = False,
-    throttle: Throttle | None = None,
-    progress: CopyProgress | None = None,
+    transfer: Transfer | None = None,
     copied: CopiedFiles | None = None,
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
@@ -182,11 +200,11 @@ def copied_step(
     # copied files. Earlier copies have sent the files in ``copied``, from which the store itself can copy them.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
-    progress = progress or CopyProgress()
-    progress.total, progress.done, progress.arrived, progress.sent = record.nbytes, 0, 0, 0
+    transfer = transfer or Transfer()
+    transfer.done = transfer.sent = 0
     if copied is None or not (destination.is_remote and destination.can_share()):
         copied = CopiedFiles()
-    copy = _Copy(throttle or Throttle(None), progress, copied)
+    copy = _Copy(transfer, copied)
     try:
         pending.begin([name for name, item in record.items.items() if item.is_archive])
         items = {name: item._replace(folder=pending.paths[name]) for name, item in record.items.items()}
@@ -203,7 +221,7 @@ def copied_step(
         yield result
         pending.commit(result)
     except BaseException as error:
-        failure = copy.failure or error  # a store may report only that the upload was aborted
+        failure = transfer.ended or error  # a store may report only that the upload was aborted
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:
@@ -246,13 +264,9 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
     return checks
 
 
-class _Copy:
-    def __init__(self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles) -> None:
-        self._throttle = throttle
-        self._progress = progress
-        self._copied = copied
-        self._lock = Lock()
-        self.failure: Exception | None = None  # the error found in the original, or the error that ended the copy
+class _Copy(NamedTuple):
+    transfer: Transfer
+    copied: CopiedFiles
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         largest = max((file.check.record.size for file in files), default=0)
@@ -267,11 +281,11 @@ class _Copy:
     def _copy(self, file: _File, continues: bool) -> None:
         size = file.check.record.size
         if continues and self._is_there(file):
-            self._passed(size, arrived=False, sent=False)
+            self.transfer.passed(size, arrived=False, sent=False)
             return
-        self._throttle.take(0)  # raises an error if the copy has been ended
-        if self._copied.give(file):
-            self._passed(size, sent=False)
+        self.transfer.take(0)  # raises an error if the copy has been ended
+        if self.copied.give(file):
+            self.transfer.passed(size, sent=False)
             return
         with required(file.source):
             opened = file.source.open_data(size=size)
@@ -290,22 +304,15 @@ class _Copy:
 
     def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         try:
-            for part in file.check.read_span(file.source, reader, start, stop, self._throttle.piece):
-                self._throttle.take(len(part))
+            for part in file.check.read_span(file.source, reader, start, stop, self.transfer.piece):
+                self.transfer.take(len(part))
                 yield part
-                self._passed(len(part))
+                self.transfer.passed(len(part))
         except Exception as error:
-            self.failure = self.failure or error
+            self.transfer.end(error)  # for all threads
             raise
 
     def _is_there(self, file: _File) -> bool:
         if file.destination.is_local:
             return file.check.is_met(file.destination)
         return file.destination.is_there() and file.destination.has_size(file.check.record.size)
-
-    def _passed(self, count: int, *, arrived: bool = True, sent: bool = True) -> None:
-        with self._lock:
-            self._progress.done += count
-            self._progress.arrived += count if arrived else 0
-            self._progress.sent += count if sent else 0
-        self._progress.advance(count)

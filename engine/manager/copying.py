@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness, write_record
+from ..checkpoint import CopiedFiles, Transfer, copied_step, copy_witness, write_record
 from ..clock import Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -102,7 +102,7 @@ def copy_checkpoint(
     rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
 
     def work() -> list[dict[str, Any]]:
-        return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or NULL).run(origin, target)))
+        return list(map(asdict, _Copy(overwrite, rate, progress or NULL).run(origin, target)))
 
     reports = run_on_primary("copy_checkpoint", [origin.url, target.url, overwrite], work, coordinator)
     return [CopyReport(**report) for report in reports]
@@ -111,7 +111,7 @@ def copy_checkpoint(
 @dataclass(frozen=True, slots=True)
 class _Copy:
     overwrite: bool
-    throttle: Throttle
+    rate: float | None  # the maximum in bytes per second
     progress: Progress
     copied: CopiedFiles = field(default_factory=CopiedFiles)
 
@@ -129,9 +129,8 @@ class _Copy:
             return [self._copy_one(source, destination, share)]
 
     def _copy_one(self, source: Location, destination: Location, share: Share) -> CopyReport:
-        progress = CopyProgress(advance=share.advance)
-
         def copy(record: CheckpointRecord) -> CopyReport:
+            transfer = Transfer(self.rate, advance=share.advance)
             there = found_at(destination)
             if there is not None and there.fingerprint == record.fingerprint:
                 follow(destination, there, record)
@@ -142,17 +141,11 @@ class _Copy:
                 )
             else:
                 with copied_step(
-                    source,
-                    destination,
-                    record,
-                    overwrite=self.overwrite,
-                    throttle=self.throttle,
-                    progress=progress,
-                    copied=self.copied,
+                    source, destination, record, overwrite=self.overwrite, transfer=transfer, copied=self.copied
                 ):
                     pass  # nothing has to be checked before the commit
             return CopyReport(
-                source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
+                source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=transfer.sent
             )
 
         return read_steadily(source, copy)

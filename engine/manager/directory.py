@@ -13,6 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint import (
+    CopiedFiles,
+    Transfer,
+    copied_step,
     copy_left,
     delete_checkpoint,
     is_swept,
@@ -298,6 +301,25 @@ class RunDirectory(StepIndex):
             self._copied.discard(step)
             if self.ownership.held and step in self:
                 self.collect()
+
+    @contextlib.contextmanager
+    def receiving(
+        self,
+        step: int,
+        source: Location,
+        record: CheckpointRecord,
+        *,
+        overwrite: bool = True,
+        transfer: Transfer | None = None,
+        copied: CopiedFiles | None = None,
+    ) -> Iterator[None]:
+        """Copy a step from another directory into this one, and commit it when the block ends."""
+        self.make_room(step, replaces=overwrite)
+        target = self.step_location(step)
+        with copied_step(source, target, record, overwrite=overwrite, transfer=transfer, copied=copied) as copy:
+            yield
+            self.ownership.check()
+        self.add(step, copy)
 
     def _sweep(self, location: Location, listing: Location | None = None, *, raises: bool = False) -> None:
         """Remove leftovers of interrupted saves from a step's folder; ``listing`` is a snapshot of the folder."""

@@ -48,19 +48,13 @@ class IndexedStep:
     record: CheckpointRecord | None = None  # None if the record is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the committed step, as seen by retention rules
-    location: Location | None = None  # the folder of a step written by another library
-
-    @property
-    def is_absent(self) -> bool:
-        """True if no checkpoint exists, not even a damaged one."""
-        return self.error is None and self.info is None
 
 
-_NO_STEP = IndexedStep()  # also used for a stray folder, which is named like a step but contains no checkpoint
+_NO_STEP = IndexedStep()
 
 
-def _committed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
-    return IndexedStep(record, info=info_of(step, record), location=location)
+def _committed(step: int, record: CheckpointRecord) -> IndexedStep:
+    return IndexedStep(record, info=info_of(step, record))
 
 
 class StepIndex:
@@ -76,7 +70,9 @@ class StepIndex:
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
-        self._names: dict[int, str] = {}  # names of the step folders when the directory was last listed
+        self._strays: set[int] = set()  # numbers of folders that are named like a step but contain no checkpoint
+        self._folders: dict[int, Location] = {}  # the step folders when the directory was last listed
+        self._is_foreign = False  # whether the steps were written by another library
         self._width: int | None = None  # minimum number of digits in new folder names, once known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         names = self.reload()
@@ -87,17 +83,14 @@ class StepIndex:
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether or not it exists."""
-        name = self._names.get(step) or step_folder(self._series, step, self._width)
-        return self._indexed(step).location or self.location / name
+        return self._folders.get(step) or self.location / step_folder(self._series, step, self._width)
 
     def _indexed(self, step: int) -> IndexedStep:
         return self._index.get(step, _NO_STEP)
 
     def stored_metadata(self) -> Mapping[str, Any] | None:
         metadata = stored_metadata(self.location)
-        with self._lock:
-            is_foreign = any(indexed.location is not None for indexed in self._index.values())
-        return find_steps(self.location).metadata() if metadata is None and is_foreign else metadata
+        return find_steps(self.location).metadata() if metadata is None and self._is_foreign else metadata
 
     def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
         """Return the Orbax steps in the directory if the manager is read-only."""
@@ -115,26 +108,25 @@ class StepIndex:
         names = frozenset(entry.name for entry in content)
         others = [] if entries else self._list_others(names)
         folders = step_folders(self.location, self._series, content)
-        self._names = {entry.step: entry.location.name for entry in (*folders, *entries)}
+        self._folders = {entry.step: entry.location for entry in (*folders, *entries, *others)}
+        self._is_foreign = bool(others)
         if self._width is None and not self._options.read_only:
             stored = stored_options(self.location) if PADDED in names else None
             chosen = stored if entries or OPTIONS in names else self._options
             self._width = (chosen and chosen.step_name_width) or 0
         index: dict[int, IndexedStep] = {}
         for entry in entries or others:
-            location = entry.location if others else None
             if entry.record is not None:
-                index[entry.step] = _committed(entry.step, entry.record, location)
+                index[entry.step] = _committed(entry.step, entry.record)
             elif entry.error is not None:
-                index[entry.step] = IndexedStep(error=entry.error, location=location)
+                index[entry.step] = IndexedStep(error=entry.error)
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
-                if now is None and before.is_absent:
-                    index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # its data is damaged
+                if now and now.record and before.error and before.record and not forget:  # its data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
+            self._strays -= index.keys()
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
@@ -145,11 +137,11 @@ class StepIndex:
 
     def add_strays(self, steps: Iterable[int]) -> None:
         with self._lock:
-            for step in steps:
-                self._put(step, _NO_STEP)
+            self._strays.update(steps)
 
     def _put(self, step: int, indexed: IndexedStep | None) -> None:
         self._infos = None
+        self._strays.discard(step)
         self._index.pop(step, None)
         if indexed is not None:
             self._index[step] = indexed
@@ -212,13 +204,13 @@ class StepIndex:
 
     def steps_and_damaged(self) -> list[int]:
         with self._lock:
-            return sorted(step for step, indexed in self._index.items() if not indexed.is_absent)
+            return sorted(self._index)
 
     def is_damaged(self, step: int) -> bool:
         return self._indexed(step).error is not None
 
     def is_stray(self, step: int) -> bool:
-        return step in self._index and self._indexed(step).is_absent
+        return step in self._strays
 
     def __contains__(self, step: Any) -> bool:
         return self._indexed(step).info is not None
@@ -227,9 +219,8 @@ class StepIndex:
         if (borrowed := self.borrowed.get(step)) is not None:
             return OwnItems(*borrowed)
         record = self.record(step)
-        if (foreign := self._indexed(step).location) is not None:
-            return OtherItems(open_at(foreign))
-        return OwnItems(self.step_location(step), record)
+        location = self.step_location(step)
+        return OtherItems(open_at(location)) if self._is_foreign else OwnItems(location, record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
         """Return whether to reread a damaged step because it was replaced, or because the network may be at fault."""
@@ -265,7 +256,7 @@ class StepIndex:
 
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step in the directory; processes other than 0 may return its summary."""
-        if self._indexed(step).is_absent:  # another program may have saved the step since the last listing
+        if step not in self._index:  # another program may have saved the step since the last listing
             self._update(step)
         indexed = self._indexed(step)
         if indexed.error is not None:

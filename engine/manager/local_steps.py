@@ -156,6 +156,7 @@ class LocalHosts:
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
+        self.space: Location | None = None  # the run's folder on this host; None until it has been made for a save
         self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
@@ -266,8 +267,6 @@ class LocalHosts:
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
-                        if (step_folder / PARTIAL).is_there():
-                            files[PARTIAL] = (where, 0)
                 except StorageError as error:
                     _logger.warning("this local step is not used: %s", error)
                 record = (record_of(step_folder) if RECORD in files else None) or before.record
@@ -401,7 +400,7 @@ class LocalHosts:
         def is_met(held: tuple[str, str]) -> bool:
             path, where = held
             try:
-                return checks[path].is_met(self._place(step.folder, where) / path)
+                return checks[path].is_met(self.step_folder(step.folder, where) / path)
             except StorageError as error:
                 _logger.warning("a file of the local step %d cannot be read: %s", step.step, error)
                 return False
@@ -426,7 +425,7 @@ class LocalHosts:
 
     # ---- reading
 
-    def _place(self, folder: str, where: str) -> Location:
+    def step_folder(self, folder: str, where: str = OWN) -> Location:
         assert self.program.run is not None
         return self.root / self.program.run / where / folder
 
@@ -438,13 +437,13 @@ class LocalHosts:
             held = step.holders[path]
             here = next((where for host, where in held if host == self.host), None)
             if here is not None:
-                return (self._place(step.folder, here) / path).open_data()
+                return (self.step_folder(step.folder, here) / path).open_data()
             remote = [(self.peers[host], f"{self.program.run}/{where}/{step.folder}/{path}") for host, where in held]
             return RemoteReader(path, sizes[path], remote)
 
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
 
-    def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
+    def make_folder(self, rendezvous: Rendezvous | None) -> None:
         """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
         # Use the rendezvous of the local save, because processes that have failed earlier have left it.
         timeout = self._processes.timeout
@@ -472,7 +471,7 @@ class LocalHosts:
             mine = rendezvous.summarize("folders", mine, timeout, lambda texts: next(filter(None, texts), b""))
         if mine:
             raise StorageError(mine.decode())
-        return space
+        self.space = space
 
     def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
         """Send a file to another host; ``path`` is relative to the run's folder."""
@@ -497,10 +496,10 @@ def record_of(folder: Location) -> CheckpointRecord | None:
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the path and size of each file below a folder, except links and files of a save in progress."""
+    """Yield the path and size of each file below a folder, except links and temporary files."""
     for entry in folder.entries():
         path = f"{begin}{entry.name}"
-        if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):
+        if (folder / entry.name).is_link() or entry.name.startswith(TEMPORARY_PREFIX):
             continue
         if entry.is_directory:
             yield from files_in(folder / entry.name, f"{path}/")

@@ -23,7 +23,7 @@ from ..clock import seconds
 from ..distributed import Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
-from ..format import RECORD
+from ..format import PARTIAL, RECORD
 from ..storage import Buffer, Location, parallel_map
 from .events import described
 from .intervals import passes
@@ -76,7 +76,6 @@ class LocalTier(StepPlace):
         self._saves = 0  # number of saves since the last event about saves
         self._last_event: float | None = None  # monotonic time of the last event about saves
         self._kept: dict[str, int] = {}  # valid local steps by folder name, in ascending order
-        self._space: Location | None = None  # the run's folder on this host; None until it is created
         self._hosts = LocalHosts(options, run.steps, run.processes)
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
@@ -163,7 +162,7 @@ class LocalTier(StepPlace):
     def place_of(self, step: int) -> Location:
         """Return this host's folder of a kept step."""
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
-        return self._hosts.root / str(self._hosts.program.run) / OWN / folder
+        return self._hosts.step_folder(folder)
 
     def drop(self, step: int, damage: str) -> None:
         self._steps.borrowed = {other: stored for other, stored in self._steps.borrowed.items() if other != step}
@@ -233,18 +232,18 @@ class LocalTier(StepPlace):
             with failing_together(rendezvous):
                 stack.enter_context(self._run.idle(self.background))
                 self._run.acquire()
-                if (space := self._folder(step, rendezvous)) is None:
+                if not self._has_folder(step, rendezvous):
                     return True
                 values = due_items(content)
                 pending = PendingSave(content, f"every {self._options.every} steps")
             folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
             if self._hosts.leads:
                 try:
-                    self._remove_uncounted(space, folder)  # before the save, because invalid steps may fill the disk
+                    self._remove_uncounted(folder)  # before the save, because invalid steps may fill the disk
                 except StorageError as error:
-                    _logger.debug("%s: local steps that do not count are not removed: %s", space, error)
+                    _logger.debug("%s: local steps that do not count are not removed: %s", self._hosts.space, error)
             save = Save(
-                space / OWN / folder,
+                self._hosts.step_folder(folder),
                 {name: item._replace(reuse=None) for name, item in values.items()},
                 overwrite=True,
                 owned=True,
@@ -253,7 +252,7 @@ class LocalTier(StepPlace):
                 timeout=self._processes.timeout,
                 shared=False,
             )
-            complete = partial(self._complete, save, pending, space, folder, self._history, rendezvous)
+            complete = partial(self._complete, save, pending, folder, self._history, rendezvous)
             try:
                 if save.in_background:
                     self.background.start(complete, what=f"the local step {step}", step=step)
@@ -276,26 +275,25 @@ class LocalTier(StepPlace):
         self._forget_found()  # older local steps are removed from now on
         return self._processes.rendezvous("local save")
 
-    def _folder(self, step: int, rendezvous: Rendezvous | None) -> Location | None:
-        """Return the run's folder, or None if a process cannot create it."""
+    def _has_folder(self, step: int, rendezvous: Rendezvous | None) -> bool:
+        """Create the run's folder on all hosts at the first save; return False if a process cannot create it."""
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost  # otherwise, this save would wait for the same timeout again
-        if self._space is None:
+        if self._hosts.space is None:
             try:
-                self._space = self._hosts.make_folder(rendezvous)
+                self._hosts.make_folder(rendezvous)
             except (StorageError, PeerFailedError) as error:
                 if missed_a_process(error):  # the coordination store may be gone
                     raise
                 self._failed(step, error)
                 leave_save(rendezvous, error)
-        return self._space
+        return self._hosts.space is not None
 
     def _complete(
         self,
         save: Save,
         pending: PendingSave,
-        space: Location,
         folder: str,
         history: LocalHistory,
         rendezvous: Rendezvous | None,
@@ -309,7 +307,7 @@ class LocalTier(StepPlace):
                 items = save.write(awaited)
                 if rendezvous is not None:
                     rendezvous.broadcast("merged", b"", timeout, gathered=True)  # wait for all processes' files
-                sent = self._send_copies(space / OWN / folder) if self._hosts.leads else 0
+                sent = self._send_copies(folder) if self._hosts.leads else 0
                 if rendezvous is not None:
                     rendezvous.gather("copied", b"", timeout)
                 record = None
@@ -328,7 +326,7 @@ class LocalTier(StepPlace):
             if self._run.committed is not None:
                 self._run.committed(self.place_of(step), record)
             if self._hosts.leads:
-                self._remove_uncounted(space, folder)
+                self._remove_uncounted(folder)
         except Exception as error:  # training continues, because the directory still has its steps
             self._failed(step, error)
             return
@@ -366,24 +364,25 @@ class LocalTier(StepPlace):
         _logger.log(level, text, self._hosts.root, step, self._steps.location, error)
         self._warned.add(type(error))
 
-    def _send_copies(self, folder: Location) -> int:
+    def _send_copies(self, name: str) -> int:
         """Send a step's files to the hosts that keep copies; return the number of bytes sent."""
-        files = list(files_in(folder))
+        folder = self._hosts.step_folder(name)
+        files = [(path, size) for path, size in files_in(folder) if path != PARTIAL]
         work = [(number, path, size) for number in self._hosts.copies for path, size in files]
 
         def send(copy: tuple[int, str, int]) -> None:
             number, path, size = copy
-            self._hosts.send(number, f"{COPIES}/{folder.name}/{path}", size, lambda: _pieces(folder / path, size))
+            self._hosts.send(number, f"{COPIES}/{name}/{path}", size, lambda: _pieces(folder / path, size))
 
         parallel_map(send, work, _SENDERS, name="holdfast-copies")
         return sum(size for _, _, size in work)
 
-    def _remove_uncounted(self, space: Location, newest: str) -> None:
+    def _remove_uncounted(self, newest: str) -> None:
         """Remove local steps that failed saves and earlier starts have left on this host."""
         for where in (OWN, COPIES):
-            for entry in (space / where).entries():
+            for entry in self._hosts.step_folder(newest, where).parent.entries():
                 if entry.name not in self._kept and sequence_of(entry.name) < sequence_of(newest):
-                    _remove(space / where / entry.name)
+                    _remove(self._hosts.step_folder(entry.name, where))
 
     # ---- the end
 
@@ -405,8 +404,9 @@ class LocalTier(StepPlace):
             self._hosts.disconnect()
         last = max(self._kept.values(), default=None)
         saved = max(self._steps.steps(), default=-1)
-        if finished and self._hosts.leads and self._space is not None and last is not None and saved >= last:
-            _remove(self._space)
+        space = self._hosts.space
+        if finished and self._hosts.leads and space is not None and last is not None and saved >= last:
+            _remove(space)
 
 
 def _pieces(file: Location, size: int) -> Iterator[memoryview]:

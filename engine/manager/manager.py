@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..checkpoint import Checkpointer, leave_save
 from ..clock import Clock, SystemClock, seconds
-from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
+from ..distributed import Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
 from ..foreign_arguments import ExplainsNames, explains_arguments
 from ..format import CheckpointRecord
 from ..observer import Observer, process_observer
+from ..steps import list_steps, series_of
 from ..storage import Location, Place, as_location
 from .decisions import AbandonedSteps, Decision, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
@@ -27,7 +27,7 @@ from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, LocalStatus, Mirror, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, StepRestorer
-from .retention import best, newest_with
+from .retention import best, infos_of, newest_with
 from .run import Run
 from .saving import SaveQueue
 
@@ -235,7 +235,7 @@ class CheckpointManager(ExplainsNames):
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the metadata of the run that is stored with the checkpoints, or None."""
-        return self._run.metadata()
+        return self._steps.stored_metadata() if self._run.metadata is None else self._run.metadata
 
     def structure(self, step: int | None = None) -> Any:
         """Describe the leaves of a step without reading their data.
@@ -696,8 +696,7 @@ def best_step_in(directory: Location) -> int:
             f"step='best', but the run in {directory} does not rank its checkpoints by the name of a metric "
             "(best_fn=); give the number of the step"
         )
-    with CheckpointManager(directory, options=replace(options, read_only=True), coordinator=Alone()) as manager:
-        best_step = manager.best_step()
+    best_step = best(infos_of(list_steps(directory, series_of(None))), options.best_fn, options.ranking_mode)
     if best_step is None:
         raise CheckpointNotFoundError(f"step='best', but no checkpoint in {directory} has the metric {options.best_fn}")
     return best_step

@@ -18,9 +18,10 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
-from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
+from ..checkpoint import CopiedFiles, Transfer, copy_witness
 from ..clock import bytes_per_second, seconds
 from ..errors import (
     CheckpointExistsError,
@@ -75,28 +76,18 @@ class MirrorStatus:
     error: str | None
 
 
-class _Copying:
-    """The throttle, progress and rate of a copy. The rate excludes the time during which a save delays the copy."""
+class _Phase(Enum):
+    """The progress of the mirroring, which starts with the thread."""
 
-    def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
-        self.record = record
-        self.throttle = Throttle(rate)
-        self.progress = CopyProgress()
-        self._since: tuple[float, int] | None = None  # start time of the measurement, and bytes copied by then
-        self._seconds, self._bytes = 0.0, 0
+    FOLLOWING = auto()  # steps are copied when they are due
+    FINISHING = auto()  # the run is ending, so its newest step is copied even if it is not due
+    FINISHED = auto()  # no more steps may be committed, but witness records may still be added
+    STOPPED = auto()  # nothing more may be written, for example because another run has taken over
 
-    def measure(self, yes: bool) -> None:
-        """Start or stop measuring the rate."""
-        now = time.monotonic(), self.progress.arrived
-        if self._since is not None:
-            self._seconds += now[0] - self._since[0]
-            self._bytes += now[1] - self._since[1]
-        self._since = now if yes else None
 
-    @property
-    def rate(self) -> float | None:
-        """Measured rate in bytes per second; None if nothing has been measured."""
-        return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
+class _Copying(NamedTuple):
+    record: CheckpointRecord
+    transfer: Transfer
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
@@ -128,6 +119,7 @@ class RunMirror(StepPlace):
         self.location = location
         self.identity = RunIdentity(mirror=location.url)
         self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
+        self._acquire_run = run.acquire
         if location.overlaps(self._run.location):
             raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
         self._limit = seconds(mirror.wait_secs)  # seconds to wait for the mirror at the end of the run
@@ -135,23 +127,27 @@ class RunMirror(StepPlace):
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._changes = False  # whether this run writes to the mirror, so that only the mirror's thread may reread it
+        self._writes = False  # whether this run owns the mirror or acquires it, so only the thread may reread it
         self._looking = Lock(reentrant=True)  # prevents another thread's stale listing from undoing a deletion
         self._thread: Helper | None = None
-        self.process = os.getpid()
-        self._ending = threading.Event()  # set when no more steps may be committed
         self._wake = threading.Condition()  # guards the attributes below
         self._saving = False  # whether a save to a local disk is in progress
         self._due = False
-        self._final = False  # whether the run is ending, so that its newest step is copied even if it is not due
-        self._has_finished = False  # whether this run ended the mirroring itself, without a takeover by another run
-        self._foreign = False  # whether the mirror belongs to another run
+        self._phase = _Phase.FOLLOWING
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # error types already logged
         self._error: str | None = None
         self._copying: _Copying | None = None
         self._copied = CopiedFiles()
         self._rate: float | None = None  # rate of the last copy, in bytes per second
+
+    @property
+    def _owns(self) -> bool:
+        return self._writes and self._far is not None and self._far.ownership.held
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._phase in (_Phase.FINISHED, _Phase.STOPPED)
 
     # ---- from the mirror to the run
 
@@ -189,6 +185,7 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
+        self._acquire_run(self)
         fetched = self._processes.decide(f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH)
         if fetched and not self._processes.is_primary:
             self._run.reload()
@@ -204,12 +201,9 @@ class RunMirror(StepPlace):
             if record is None or tombstones.cover(step, record):
                 return False
             overwrite = overwrite or run.is_damaged(step)
-            run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
-            source, destination = far.step_location(step), run.step_location(step)
-            with copied_step(source, destination, record, overwrite=overwrite) as copied:
-                run.ownership.check()
+            with run.receiving(step, far.step_location(step), record, overwrite=overwrite):
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
                     run.note_branches(NO_LOCAL_STEPS)  # local steps are invalid because the run continued elsewhere
         except CheckpointExistsError as error:  # another program may have committed the step during the copy
@@ -225,9 +219,8 @@ class RunMirror(StepPlace):
                 raise
             self._warn(error, f"step {step} is not fetched")
             return False
-        run.add(step, copied)
         took = round(time.monotonic() - began, 6)
-        self._events.write("fetched", step=step, mirror=str(self.location), bytes=copied.nbytes, seconds=took)
+        self._events.write("fetched", step=step, mirror=str(self.location), bytes=record.nbytes, seconds=took)
         if stored_metadata(run.location) is None:
             store_metadata(run.location, stored_metadata(self.location))
         return True
@@ -239,7 +232,7 @@ class RunMirror(StepPlace):
         with self._wake:
             if point in ("changed", "deleted"):
                 self._due = True
-                if is_primary and self._thread is None and not self._ending.is_set():
+                if is_primary and self._thread is None and not self._has_ended:
                     self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                     self._thread.start()
                     _open.add(self)
@@ -302,38 +295,41 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step even if it is not due, within ``timeout`` seconds (None: ``wait_secs``); then stop."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # copy witness records that were added later
+        if self._phase is _Phase.FINISHED:  # copy witness records that were added later
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
         elif self._thread is None:  # the manager has only read
             self._end()
-        elif not self._ending.is_set():
+        elif self._phase is not _Phase.STOPPED:
             deadline = time.monotonic() + limit
-            with self._wake:
-                self._final = self._due = True
-                self._changed()
+            self._enter(_Phase.FINISHING)
             while self._thread.is_alive():
                 left = deadline - time.monotonic()
                 needed = 0.0 if timeout is None or not self._rate else self._bytes_left() / self._rate * _MARGIN
                 if left <= 0 or needed > left:
                     break
                 self._thread.join(min(left, _LOOK))
-            self._has_finished = not self._is_lost()
-            self._end()
+            self._end(_Phase.FINISHED if self._owns else _Phase.STOPPED)
             self._warn_of_lacking()
         return self._lacking() is None
 
-    def _stop(self, timeout: float = 60.0) -> None:
+    def _enter(self, phase: _Phase) -> None:
+        """Continue with a later phase, unless a newer manager has stopped this mirror."""
+        with self._wake:
+            self._phase = self._phase if self._phase is _Phase.STOPPED else phase
+            self._due = True
+            self._changed()
+
+    def _stop(self, timeout: float = 60.0, phase: _Phase = _Phase.STOPPED) -> None:
         """Stop the thread and wait for it; no steps are committed afterwards."""
-        self._ending.set()
-        self._changed()
+        self._enter(phase)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
-    def _end(self) -> None:
-        self._stop(1.0)  # short timeout, because the thread may be waiting for a reply from a store
+    def _end(self, phase: _Phase = _Phase.STOPPED) -> None:
+        self._stop(1.0, phase)  # short timeout, because the thread may be waiting for a reply from a store
         _open.discard(self)
         if self._far is not None:
             self._far.ownership.release()
@@ -361,56 +357,54 @@ class RunMirror(StepPlace):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause: float | None = None  # retry pause after an error; new steps do not shorten it
-        while not self._ending.is_set():
-            final = self._wait(pause)
+        while not self._has_ended:
+            is_last = self._wait(pause)
             try:
                 self._round()
             except _Obsolete:
                 self._due = True
                 continue
             except Exception as error:  # errors of the mirror must not stop training
-                if self._ending.is_set():
+                if self._has_ended:
                     return
                 pause = min(_LONGEST_PAUSE, 2 * pause if pause else FIRST_PAUSE)
-                self._warn(error, "it is tried again")
-                if self._is_lost():
+                if isinstance(error, OptionError):  # the mirror belongs to another run
+                    self._warn(error, "this run copies nothing there")
                     return
+                if self._writes and not self._owns:
+                    self._warn(error, "another run writes there, so that this one copies nothing more")
+                    return
+                self._warn(error, "it is tried again")
             else:
                 pause = None
                 if self._error is not None:
                     _logger.info("%s: the mirror works again", self.location)
                 self._error = None
                 self._warned.clear()
-            if final:
+            if is_last:
                 return
             self._changed()
 
     def _wait(self, pause: float | None) -> bool:
         """Wait for work, or for the retry pause after an error; return whether the run is ending."""
         with self._wake:
-            self._wake.wait_for(lambda: self._ending.is_set() or self._final or (self._due and pause is None), pause)
+            self._wake.wait_for(lambda: self._phase is not _Phase.FOLLOWING or (self._due and pause is None), pause)
             self._due = False
-            return self._final
+            return self._phase is not _Phase.FOLLOWING
 
     def _changed(self) -> None:
         """Wake all waiting threads; pause the current copy during a save, and cancel it if it is obsolete."""
         with self._wake:
             self._wake.notify_all()
-            copying = self._copying
-            if copying is None:
-                return
-            copying.measure(not self._saving)
-            copying.throttle.give_way(self._saving and not self._final)
-            try:
-                self._check_copying(copying)
-            except _Obsolete as end:
-                copying.throttle.end(end)
+            if (copying := self._copying) is not None:
+                copying.transfer.give_way(self._saving and self._phase is _Phase.FOLLOWING)
+                if not self._is_wanted(copying.record):
+                    copying.transfer.end(_Obsolete())
 
-    def _check_copying(self, copying: _Copying) -> None:
+    def _is_wanted(self, record: CheckpointRecord) -> bool:
         newest = self._newest()
-        is_last = not self._final or newest is None or newest.step == copying.record.step
-        if self._ending.is_set() or not is_last or not self._run.has_copy(copying.record):
-            raise _Obsolete
+        is_superseded = self._phase is _Phase.FINISHING and newest is not None and newest.step != record.step
+        return self._run.has_copy(record) and not (self._has_ended or is_superseded)
 
     def _round(self) -> None:
         far = self._acquire()
@@ -422,7 +416,7 @@ class RunMirror(StepPlace):
             before = max((step for step in far.steps() if step < _step_of(record)), default=-1)
             self._copy(far, record)
             self._refresh(self._run.known_record(before))
-        if self._final:
+        if self._phase is _Phase.FINISHING:
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
@@ -442,7 +436,7 @@ class RunMirror(StepPlace):
             return None
         step = _step_of(record)
         before = max((earlier for earlier in far.steps() if earlier < step), default=None)
-        if self._final or before is None or step in far.steps_and_damaged():
+        if self._phase is _Phase.FINISHING or before is None or step in far.steps_and_damaged():
             return record
         moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
         return record if decide(self._triggers, moment) else None
@@ -450,27 +444,18 @@ class RunMirror(StepPlace):
     def _copy(self, far: RunDirectory, record: CheckpointRecord) -> None:
         step = _step_of(record)
         far.sweep_partial(besides=step)
-        far.make_room(step, replaces=True)
         began = time.monotonic()
-        copying = _Copying(record, self._bandwidth)
+        transfer = Transfer(self._bandwidth)
         with self._wake:
-            self._copying = copying
+            self._copying = _Copying(record, transfer)
             self._changed()
         try:
             with (
                 self._run.holding(step),
-                copied_step(
-                    self._run.step_location(step),
-                    far.step_location(step),
-                    record,
-                    overwrite=True,
-                    throttle=copying.throttle,
-                    progress=copying.progress,
-                    copied=self._copied,
-                ) as copied,
+                far.receiving(step, self._run.step_location(step), record, transfer=transfer, copied=self._copied),
             ):
-                self._check_copying(copying)
-                far.ownership.check()
+                if not self._is_wanted(record):
+                    raise _Obsolete
         except DamagedCheckpointError as error:
             if not self._run.has_copy(record):
                 raise _Obsolete from error
@@ -484,12 +469,10 @@ class RunMirror(StepPlace):
             raise
         finally:
             self._copying = None
-        far.add(step, copied)
         far.last_saved = step
-        took, sent = round(time.monotonic() - began, 6), copying.progress.sent
-        copying.measure(False)
-        self._rate = copying.rate or self._rate
-        self._events.write("mirrored", step=step, mirror=str(self.location), bytes=sent, seconds=took)
+        took = round(time.monotonic() - began, 6)
+        self._rate = transfer.rate or self._rate
+        self._events.write("mirrored", step=step, mirror=str(self.location), bytes=transfer.sent, seconds=took)
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
         far.sweep_partial()
@@ -515,7 +498,7 @@ class RunMirror(StepPlace):
         with self._looking:
             if self._far is None:
                 self._far = RunDirectory(self.location, self._options, self._clock, self._stop)
-            elif not self._changes:
+            elif not self._writes:
                 self._far.reload()
             return self._far
 
@@ -529,7 +512,6 @@ class RunMirror(StepPlace):
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
         if not same:
-            self._foreign = True
             raise OptionError(
                 f"mirror={self.location} belongs to another run"
                 f"{f', that in {theirs.directory}' if theirs.directory else ''}, and not to the one in "
@@ -547,22 +529,18 @@ class RunMirror(StepPlace):
                     theirs.directory,
                 )
 
-    def _is_lost(self) -> bool:
-        """Return whether another run has taken over the mirror, or the mirror never belonged to this run."""
-        return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
-
     def _acquire(self) -> RunDirectory:
         """Acquire ownership of the mirror; keep an interrupted copy of the newest step so that it can be completed."""
-        if not self._changes:
+        if not self._writes:
             with self._looking:
                 far = self._look()
                 self._check_same_run(far)
-                self._changes = True
+                self._writes = True
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
             try:  # without the lock, because this may take long and other threads only read
                 far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
             except BaseException:
-                self._changes = False
+                self._writes = False
                 raise
         far = self._look()
         far.ownership.check()
@@ -584,9 +562,8 @@ class RunMirror(StepPlace):
         lacking, copying = self._lacking(), self._copying
         if lacking is None:
             return 0
-        if copying is not None and copying.record.step == lacking.step and copying.progress.total:
-            return copying.progress.total - copying.progress.done
-        return lacking.nbytes
+        done = copying.transfer.done if copying is not None and copying.record.step == lacking.step else 0
+        return lacking.nbytes - done
 
     # ---- errors
 
@@ -594,10 +571,6 @@ class RunMirror(StepPlace):
         """Log an error as a warning, but only once for each type until the mirror works again."""
         name, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
-        if self._is_lost():
-            then = "another run writes there, so that this one copies nothing more"
-        if self._foreign:
-            then = "this run copies nothing there"
         if name in self._warned:
             _logger.debug("%s: the mirror still fails: %s", self.location, error)
             return
@@ -614,11 +587,11 @@ def _step_of(record: CheckpointRecord) -> int:
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # because a forked child does not own the mirrors
 
 
 @atexit.register
 def _warn_at_exit() -> None:
     """Warn about steps missing from mirrors whose managers were not closed."""
     for mirror in list(_open):
-        if mirror.process == os.getpid():  # because a forked child does not own the mirror
-            mirror._warn_of_lacking()
+        mirror._warn_of_lacking()

@@ -30,7 +30,7 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
-from ..storage import Buffer, DataReader, aligned_empty
+from ..storage import Buffer, DataReader, aligned_empty, open_own
 
 _logger = logging.getLogger("holdfast")
 
@@ -121,12 +121,13 @@ class PeerServer:
         size = int(asked["size"]) if writes else 0
         pieces = _pieces(connection, size)
         try:
+            path = self._place(asked)
             if writes:
-                self._store(self._place(asked), size, pieces)
+                _store(path, size, pieces)
                 _send(connection, {"size": size})
                 return
-            with _opened(self._place(asked), os.O_RDONLY) as descriptor:
-                for part in _read(descriptor, int(asked["offset"]), int(asked["length"])):
+            with open(open_own(path, os.O_RDONLY), "rb", buffering=0) as file:
+                for part in _read(file.fileno(), int(asked["offset"]), int(asked["length"])):
                     _send(connection, {}, part)
         except (OSError, ValueError) as error:
             for _ in pieces:  # drain the input, because the peer reads the reply only after sending all pieces
@@ -142,16 +143,6 @@ class PeerServer:
         if os.path.realpath(os.path.dirname(path)) != os.path.join(os.path.realpath(self._root), *names[:-1]):
             raise ValueError(f"{asked.get('path')!r} goes through a symbolic link")
         return path
-
-    def _store(self, path: str, size: int, pieces: Iterator[memoryview]) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-            if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)  # detects a full disk before the data is transferred
-            for piece in pieces:
-                while piece:
-                    piece = piece[os.write(descriptor, piece) :]
-            os.fsync(descriptor)
 
 
 class Peer:
@@ -351,15 +342,15 @@ def _pieces(connection: socket.socket, size: int) -> Iterator[memoryview]:
         yield body
 
 
-@contextlib.contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _store(path: str, size: int, pieces: Iterator[memoryview]) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)  # detects a full disk before the data is transferred
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:

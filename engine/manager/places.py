@@ -21,7 +21,7 @@ class StepPlace:
     shown = ""  # the name used in messages
     url: Place = ""
     background = BackgroundSave()  # the background saves to this tier, if it has any
-    writes_directory = False  # whether a fetch copies a step into the directory, which requires its ownership
+    writes_directory = False  # whether a fetch acquires the directory and copies a step into it
     identity = RunIdentity()  # the fields that this tier adds to the run's identity
 
     @property

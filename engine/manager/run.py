@@ -63,13 +63,10 @@ class Run:
         self.learned: LearnedInterval | None = None  # the trigger that learns the save interval, on process 0 only
         # Called on the saving thread with the folder and record of each committed step, including local steps.
         self.committed: Callable[[Location, CheckpointRecord], object] | None = None
-        self._metadata = check_json("metadata", metadata)
+        self.metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
         self._closed = False
-
-    def metadata(self) -> Mapping[str, Any] | None:
-        return self._metadata if self._metadata is not None else self.steps.stored_metadata()
 
     # ---- the right to change the run
 
@@ -92,7 +89,7 @@ class Run:
             for place in (*self.places, *adding):  # including tiers that are being added
                 identity = place.identity.over(identity)
             self.compare_options()
-            strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
+            strays = self.processes.decide("acquire", self.steps.acquire, self.metadata, identity)
             if not self.processes.is_primary:
                 self.steps.reload()
                 self.steps.add_strays(strays)
@@ -161,7 +158,7 @@ class Run:
         """Add a storage tier, and fetch its newest step if this is newer than all steps in the directory."""
         self.compare_options()
         for step in place.newer_steps():
-            if self._fetch_from(place, step):
+            if place.fetch(step, False):
                 break
         self.places.insert(0, place)
         if self._acquired:
@@ -180,12 +177,7 @@ class Run:
         """Fetch a step, and return the tier that supplied it, or None; ``overwrite`` replaces a damaged step."""
         # To replace a damaged step, try the farthest tier first, because its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
-        return next((place for place in places if self._fetch_from(place, step, overwrite)), None)
-
-    def _fetch_from(self, place: StepPlace, step: int, overwrite: bool = False) -> bool:
-        if place.writes_directory:
-            self.acquire(place)
-        return place.fetch(step, overwrite)
+        return next((place for place in places if place.fetch(step, overwrite)), None)
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step if process 0 cannot find it in the directory; return whether the step can be read."""

@@ -16,7 +16,7 @@ from tests.processes.harness import Process, run_outcomes
 import holdfast as hf
 from holdfast.components import Checkpointable
 from holdfast.engine.checkpoint import copying
-from holdfast.engine.checkpoint.copying import BESIDE, CopyProgress, Throttle, copied_step
+from holdfast.engine.checkpoint.copying import BESIDE, Transfer, copied_step
 from holdfast.engine.clock import bytes_per_second
 from holdfast.engine.steps import read_record
 from holdfast.engine.storage import Location, as_location
@@ -212,7 +212,7 @@ class Interrupted(Exception):  # noqa: N818 - stands for any error that ends a c
     """Ends a copy."""
 
 
-class Ending(Throttle):
+class Ending(Transfer):
     """Ends a copy after so many pieces."""
 
     def __init__(self, count: int) -> None:
@@ -227,11 +227,11 @@ class Ending(Throttle):
         super().take(count)
 
 
-def copy(original: str, target: Location, throttle: Throttle | None = None, **options: Any) -> None:
+def copy(original: str, target: Location, transfer: Transfer | None = None, **options: Any) -> None:
     source = as_location(original)
-    with copied_step(source, target, read_record(source), throttle=throttle, **options):
-        if isinstance(throttle, Ending):
-            throttle.take(0)  # right before the commit
+    with copied_step(source, target, read_record(source), transfer=transfer, **options):
+        if isinstance(transfer, Ending):
+            transfer.take(0)  # right before the commit
 
 
 def calls(original: str, target: str) -> int:
@@ -252,10 +252,10 @@ def test_a_copy_goes_on_where_it_was_interrupted(tmp_path: Path, target: Locatio
             copy(original, target, Ending(count))
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.load(target.url)
-        progress = CopyProgress()
-        copy(original, target, progress=progress)
-        sent.append(progress.sent)
-        assert progress.done == progress.total == record.nbytes
+        transfer = Transfer()
+        copy(original, target, transfer=transfer)
+        sent.append(transfer.sent)
+        assert transfer.done == record.nbytes
         assert hf.verify(target.url).ok
         assert contents(target.url, stored) == contents(original, stored)
         target.remove_tree()
@@ -272,10 +272,10 @@ def test_a_file_that_was_torn_is_sent_again(tmp_path: Path, stored: Files) -> No
     torn = max((one for one in Path(target.url).rglob("d/*")), key=lambda one: one.stat().st_size)
     torn.write_bytes(bytes(torn.stat().st_size))
 
-    progress = CopyProgress()
-    copy(original, target, progress=progress)
+    transfer = Transfer()
+    copy(original, target, transfer=transfer)
 
-    assert progress.sent == torn.stat().st_size
+    assert transfer.sent == torn.stat().st_size
     assert contents(target.url, stored) == contents(original, stored)
 
 
@@ -419,8 +419,8 @@ def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path) -> None:
     time = Waiting()
     original = save(f"{tmp_path}/original")
     record = read_record(as_location(original))
-    throttle = Throttle(record.nbytes / 100, changed=time, now=lambda: time.now)
-    copy(original, as_location(tmp_path / "copy"), throttle)
+    transfer = Transfer(record.nbytes / 100, changed=time, now=lambda: time.now)
+    copy(original, as_location(tmp_path / "copy"), transfer)
     assert time.now >= 99
 
 
@@ -440,24 +440,36 @@ def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path) -> None:
 def test_what_gives_way_goes_on_at_once_and_never_stops(
     rate: float | None, saves: dict[float, float], takes: float
 ) -> None:
-    throttle: Throttle
-    begins = {at: lambda: throttle.give_way(True) for at in saves}
-    ends = {at: lambda: throttle.give_way(False) for at in saves.values()}
+    transfer: Transfer
+    begins = {at: lambda: transfer.give_way(True) for at in saves}
+    ends = {at: lambda: transfer.give_way(False) for at in saves.values()}
     time = Waiting({**begins, **ends})
-    throttle = Throttle(rate, changed=time, now=lambda: time.now)
-    throttle.give_way(0 in saves)
+    transfer = Transfer(rate, changed=time, now=lambda: time.now)
+    transfer.give_way(0 in saves)
     for _ in range(100):
-        throttle.take(int(BESIDE))
+        transfer.take(int(BESIDE))
     assert time.now == pytest.approx(takes)
 
 
+def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way() -> None:
+    now = [0.0]
+    transfer = Transfer(now=lambda: now[0])
+    rates = []
+    for gives_way, arrived in ((False, 0), (True, 500), (False, 3), (True, 100), (True, 7)):
+        transfer.passed(arrived)
+        transfer.give_way(gives_way)
+        now[0] += 10
+        rates.append(transfer.rate)
+    assert rates == [None, 50, 25, 30, 30]
+
+
 def test_nothing_waits_at_the_end() -> None:
-    throttle: Throttle
-    time = Waiting({5.0: lambda: throttle.end(Interrupted())})
-    throttle = Throttle(1.0, changed=time, now=lambda: time.now)
+    transfer: Transfer
+    time = Waiting({5.0: lambda: transfer.end(Interrupted())})
+    transfer = Transfer(1.0, changed=time, now=lambda: time.now)
     for _ in range(3):
         with pytest.raises(Interrupted):
-            throttle.take(1000)
+            transfer.take(1000)
     assert time.now == 5
 
 

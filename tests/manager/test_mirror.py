@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,16 +78,16 @@ def given_way() -> threading.Event:
 def gate(monkeypatch: pytest.MonkeyPatch, given_way: threading.Event) -> Iterator[threading.Event]:
     """What copies wait for before each piece; open at the end."""
     found = threading.Event()
-    take = copying.Throttle.take
+    take = copying.Transfer.take
 
-    def waits(self: copying.Throttle, count: int) -> None:
+    def waits(self: copying.Transfer, count: int) -> None:
         while not found.wait(0.01) and self.ended is None:
             pass
         if self.gives_way:
             given_way.set()
         take(self, count)
 
-    monkeypatch.setattr(copying.Throttle, "take", waits)
+    monkeypatch.setattr(copying.Transfer, "take", waits)
     yield found
     found.set()
 
@@ -204,7 +203,7 @@ def test_a_step_that_another_program_commits_while_it_is_fetched(
         (tmp_path / "aside").rename(tmp_path / "run" / "1")
         return copying.copied_step(*args, **kwargs)
 
-    monkeypatch.setattr(mirrors, "copied_step", overtaken)
+    monkeypatch.setattr("holdfast.engine.manager.directory.copied_step", overtaken)
     with manager(tmp_path / "run", place) as run:
         restored = run.restore_latest()
     assert restored is not None
@@ -365,19 +364,6 @@ def test_a_copy_gives_way_to_a_save(
                 with pytest.raises(hf.SaveFailedError, match="full"):
                     run.wait_until_finished()
             arrives(run, 2 if end == "it is saved" else 1)
-
-
-def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(mirrors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    copy = mirrors._Copying(None, None)  # type: ignore[arg-type]
-    rates = []
-    for measures, sent in ((True, 0), (False, 500), (True, 3), (False, 100), (False, 7)):
-        copy.progress.arrived += sent
-        copy.measure(measures)
-        now[0] += 10
-        rates.append(copy.rate)
-    assert rates == [None, 50, 50, 30, 30]
 
 
 def test_a_save_that_cannot_begin_lets_the_copy_go_on(

@@ -18,7 +18,7 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_outcomes, run_processes
 
 import holdfast as hf
-from holdfast.engine.checkpoint import Throttle, copied_step
+from holdfast.engine.checkpoint import Transfer, copied_step
 from holdfast.engine.steps import read_record
 from holdfast.storage import as_location
 
@@ -88,8 +88,8 @@ def test_the_bandwidth_counts_what_is_sent(store: Store, tmp_path: Path) -> None
     hf.save(tmp_path / "original", {"w": np.arange(1_000_000, dtype=np.float32)})
     original, copy = hf.storage.as_location(tmp_path / "original"), hf.storage.as_location(f"{store.url}/copy")
     record = read_record(original)
-    throttle = Throttle(record.nbytes / 100, changed=time, now=lambda: time.now)
-    with copied_step(original, copy, record, throttle=throttle):
+    transfer = Transfer(record.nbytes / 100, changed=time, now=lambda: time.now)
+    with copied_step(original, copy, record, transfer=transfer):
         pass
     assert 99 <= time.now <= 101
 
