@@ -616,8 +616,8 @@ class CheckpointCallback:
             self.close()
             return
         self._closed = True
-        if self._saver is not None:
-            self._manager.events.write("failed", step=self._saver.step, error=described(error))
+        if self._stop is not None:
+            self._manager.events.write("failed", step=self._last_step, error=described(error))
         try:
             self._witness.close()
             self._manager.finish_mirror(WITHOUT_GRACE)

@@ -41,6 +41,14 @@ def train(directory: Path, steps: int, *, error: int = 0, told: int = 0) -> None
                 raise RuntimeError("a mistake")
 
 
+def test_a_run_whose_restore_is_refused_has_failed_before_its_first_step(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    with pytest.raises(hf.TreeMismatchError), hf.CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.zeros(4)})
+    assert names_in(tmp_path)[-2:] == ["started", "failed"]
+    assert events_in(tmp_path)[-1]["step"] is None
+
+
 def test_the_life_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a mistake"):
         train(tmp_path, 9, error=3)
