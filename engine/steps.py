@@ -380,7 +380,7 @@ def stray_folders(directory: Location, series: str | None, checkpoints: Iterable
     # In an object store, delayed requests may leave such files. Without a run, folders with such names are not steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
-    folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
+    folders = step_folders(directory, series, [entry for entry in directory.entries() if entry.name not in records])
     return [folder for folder in folders if _is_stray({entry.name for entry in folder.location.entries()})]
 
 

@@ -209,7 +209,8 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
     if ends.size < count:
         raise ValueError(f"found only {ends.size} of {count} numbers")
     total = int(ends[-1])
-    sizes = np.diff(ends, prepend=0)
+    sizes = ends.copy()  # np.diff with `prepend` takes five times as long for few numbers
+    sizes[1:] -= ends[:-1]
     longest = int(sizes.max())
     if longest > _MAX_BYTES or (longest == _MAX_BYTES and data[ends[sizes == _MAX_BYTES] - 1].max() > 1):
         raise ValueError("a number does not fit 64 bits")

@@ -75,6 +75,7 @@ class StepIndex:
         self._is_foreign = False  # whether the steps were written by another library
         self._width: int | None = None  # minimum number of digits in new folder names, once known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
+        self._left: tuple[tuple[StepInfo, ...] | None, frozenset[int]] = None, frozenset()  # see `left_behind`
         names = self.reload()
         is_new, begun = names <= {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}, OWNER in names
         # Do not start a run among another library's steps; reread the directory if holdfast steps have since appeared.
@@ -107,7 +108,8 @@ class StepIndex:
         entries = list_steps(self.location, self._series, content, late=self._late)
         names = frozenset(entry.name for entry in content)
         others = [] if entries else self._list_others(names)
-        folders = step_folders(self.location, self._series, content)
+        known = {entry.location.name for entry in entries}
+        folders = step_folders(self.location, self._series, [entry for entry in content if entry.name not in known])
         self._folders = {entry.step: entry.location for entry in (*folders, *entries, *others)}
         self._is_foreign = bool(others)
         if self._width is None and not self._options.read_only:
@@ -193,11 +195,16 @@ class StepIndex:
         """Return the committed steps with an intact commit record, in ascending order."""
         return [info.step for info in self.infos()]
 
-    def left_behind(self) -> set[int]:
+    def left_behind(self) -> frozenset[int]:
         """Return the steps that the run abandoned when it resumed from an earlier step."""
-        records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
-        left = left_behind(records.values())
-        return {step for step, record in records.items() if was_left(step, record, left)}
+        infos, left = self._left
+        if infos is not self.infos():  # computed once for each list of steps, because `latest_step` asks for it
+            infos = self.infos()
+            records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
+            marks = left_behind(records.values())
+            left = frozenset(step for step, record in records.items() if was_left(step, record, marks))
+            self._left = infos, left
+        return left
 
     def steps_after(self, step: int) -> list[int]:
         return [later for later in self.steps() if later > step]

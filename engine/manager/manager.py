@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
@@ -177,8 +178,9 @@ class CheckpointManager(ExplainsNames):
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
-        here = set(self._steps.steps()) - self._steps.left_behind()
-        return max(here.union(self._steps.borrowed), default=None)
+        left = self._steps.left_behind()
+        here = (info.step for info in reversed(self._steps.infos()) if info.step not in left)
+        return max([*islice(here, 1), *self._steps.borrowed], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step includes an item, so that a loop collects a large item only if needed.

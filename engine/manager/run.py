@@ -190,5 +190,5 @@ class Run:
         """Return all steps, including damaged ones, newest last, and whether each is readable without a fetch."""
         here = {*self.steps.steps_and_damaged(), *self.steps.borrowed}
         there = {step for place in self.places for step in place.steps()}
-        left = self.steps.left_behind()
-        return [(step, step in here) for step in sorted(here | there, key=lambda step: (step not in left, step))]
+        known, left = here | there, self.steps.left_behind()
+        return [(step, step in here) for step in (*sorted(known & left), *sorted(known - left))]

@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
@@ -113,7 +113,7 @@ class _Lookup:
     """Finds the positions of matching leaves in a container document, and the patterns that match no leaf."""
 
     def __init__(self, patterns: Sequence[Pattern]) -> None:
-        self.unmatched = list(patterns)
+        self.unmatched = {*patterns}
         self.numbers: list[int] = []
         self._counts: dict[int, int] = {}  # number of leaves below each container, keyed by id
 
@@ -126,21 +126,25 @@ class _Lookup:
         except TypeError:  # some keys are not strings
             segments = _decode_keys(stored, "", {})[1]
             text = "".join(segments)
-        literals = [pattern.literal(positions) for pattern, positions in progress]
+        wild: list[tuple[Pattern, Collection[int]]] = []
+        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns by the keys that can match next
+        for pattern, positions in progress:
+            keys = pattern.literal(positions)
+            for entries in [wild] if keys is None else [literal.setdefault(each, []) for each in {*keys}]:
+                entries.append((pattern, positions))
         indices: Iterable[int] = range(len(children))
-        if None not in literals:  # avoid a Python loop over the children
-            literal = {key.replace(".", "%2E") for keys in literals for key in keys or ()}
-            chosen: Iterable[bool] = map(literal.__contains__, segments)
-            # An escaped dot may separate several pattern keys.
-            starts = tuple(f"{key}%2E" for key in literal if "%2E" not in key) if "%2E" in text else ()
-            if starts:
-                chosen = [same or segment.startswith(starts) for same, segment in zip(chosen, segments, strict=True)]
+        if not wild:  # avoid a Python loop over the children
+            texts = {each.replace(".", "%2E") for each in literal}
+            chosen: Iterable[bool] = map(texts.__contains__, segments)
+            if "%2E" in text:  # an escaped dot may separate several pattern keys
+                chosen = [not texts.isdisjoint((each, each.partition("%2E")[0])) for each in segments]
             indices = compress(indices, chosen)
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:
             key, child = segments[index].replace("%2E", "."), children[index]
-            reached = [(pattern, after) for pattern, before in progress if (after := pattern.after(before, key))]
+            candidates = chain(wild, *(literal.get(each, ()) for each in {key, key.partition(".")[0]}))
+            reached = [(pattern, after) for pattern, before in candidates if (after := pattern.after(before, key))]
             number += self._count(children[begin:index])
             begin = index
             is_taken = Pattern.ends if child is None else Pattern.takes_all
@@ -149,7 +153,7 @@ class _Lookup:
             if takes_all and (count := self._count([child])):
                 kept[index] = child
                 self.numbers += range(number, number + count)
-                self.unmatched = [pattern for pattern in self.unmatched if pattern not in ends]
+                self.unmatched.difference_update(ends)
             elif child is not None and reached and (part := self.below(child, reached, number)) is not None:
                 kept[index] = part
         if not kept:

@@ -60,9 +60,9 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
         children.append((OWN_STATE, ModuleState(module, module, (OWN_STATE,))))
     kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
     for name, value in vars(module).items():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        holds = any(isinstance(part, kinds) for part in parts) and name not in ("_parameters", "_buffers", "_modules")
-        if holds or isinstance(value, Node | Value):
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        is_searched = len(parts) > 0 and name not in ("_parameters", "_buffers", "_modules")
+        if isinstance(value, (Node, Value)) or (is_searched and any(isinstance(part, kinds) for part in parts)):
             children.append((name, value))
     return children
 

@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import chain, compress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from .states import STATE, Start, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
+_spell = cache(str)  # numpy takes long to spell a dtype, and leaves share a few
 _ALL = 1 << 30  # no limit on the number of leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
@@ -342,7 +344,7 @@ def _kind(leaf: Any) -> type | None:
     torch: Any = loaded("torch")
     if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
         return None
-    kind, is_array = str(getattr(leaf, "dtype", type(leaf).__name__)), getattr(leaf, "ndim", 0) > 0
+    kind, is_array = _spell(getattr(leaf, "dtype", type(leaf).__name__)), getattr(leaf, "ndim", 0) > 0
     return float if is_array and "float" in kind else int if "int" in kind and not is_array else None
 
 
