@@ -276,15 +276,18 @@ def warn_of_index(step: int, tree: Any) -> None:
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
     """Warn about an optimizer that has changed leaves, given by address, if neither it nor its state is saved."""
     torch: Any = loaded("torch")
-    saved = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer) and value.state]
+    shown = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer)]
+    saved = [optimizer for optimizer in shown if optimizer.state]
+    inner = {id(value) for optimizer in shown for value in vars(optimizer).values()}  # as of ZeroRedundancyOptimizer
     held = _addresses(leaves)
     left = changed.keys() & held - _addresses(chain(*map(_parameters, saved), *map(_moments, saved)))
-    others = [(each, _addresses(_moments(each))) for each in _live(torch.optim.Optimizer)] if left else []
+    live = [each for each in _live(torch.optim.Optimizer) if id(each) not in inner] if left else []
+    others = [(each, _addresses(_moments(each))) for each in live]
     left -= _addresses(chain(*(_parameters(each) for each, state in others if state & held)))  # saved as state dicts
     for optimizer, state in others:
         if (trained := _addresses(_parameters(optimizer)) & left) and state and not state & held:
-            shown = sorted(changed[address].removeprefix(f"{STATE}.") for address in trained)
-            logger.warning(_FORGOTTEN, step, type(optimizer).__qualname__, shortened(shown, 3))
+            names = sorted(changed[address].removeprefix(f"{STATE}.") for address in trained)
+            logger.warning(_FORGOTTEN, step, type(optimizer).__qualname__, shortened(names, 3))
             return
 
 

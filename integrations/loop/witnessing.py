@@ -250,7 +250,7 @@ class Witness:
         attributes = changed_attributes(saved, self._recorder.attributes)
         if attributes:
             shown = [f"{name} ({was}, now {is_now})" for name, (was, is_now, _) in attributes.items()]
-            moves = any(moves for _, _, moves in attributes.values())
+            moves = self._processes.index == 0 and any(moves for _, _, moves in attributes.values())
             text = "resumed from step %d: as saved, except %s, which steps before the stop had changed and no save has"
             if moves and self._on_inexact != "ignore":
                 text += f". If later steps depend on it, {self._handing_over.attribute}"

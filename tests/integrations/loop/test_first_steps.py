@@ -517,6 +517,17 @@ def test_a_loader_in_the_state_is_a_place(tmp_path: Path, told: Any) -> None:
     assert told() == []
 
 
+class Around(torch.optim.Optimizer):
+    """Updates with an optimizer of its own, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
 def test_optimizers_that_are_saved_in_any_way_or_not_used_are_silent(tmp_path: Path, told: Any) -> None:
     first, second = made(), made()
     update(first[0], earlier := torch.optim.Adam(first[0].parameters()))  # of a phase that has ended
@@ -526,6 +537,9 @@ def test_optimizers_that_are_saved_in_any_way_or_not_used_are_silent(tmp_path: P
     trains(tmp_path / "state dicts", lambda: dicts(*first), [first])
     plain = made(torch.optim.SGD)
     trains(tmp_path / "without a state", {"model": plain[0]}, [plain])
+    around = made()[0]
+    outer = Around(torch.optim.Adam(around.parameters()))
+    trains(tmp_path / "around another", {"model": around, "optimizer": outer}, [(around, outer)])
     average = copy.deepcopy(first[0])
     trains(tmp_path / "an average", {"model": first[0], "optimizer": first[1], "average": average}, [first])
     assert told() == []
