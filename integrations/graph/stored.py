@@ -14,15 +14,7 @@ from ...engine.arrays import SavedLeaf, SharedReads, TreeReader, TreeSource, nam
 from ...engine.distributed import current_coordinator
 from ...engine.errors import UnsupportedLeafError, shortened
 from ...engine.format import GRAPH, FileRecord, own_item
-from ...engine.handlers import (
-    Files,
-    PreparedGraph,
-    PreparedItem,
-    ProcessShare,
-    PyTreeCheckpointHandler,
-    Share,
-    own_share,
-)
+from ...engine.handlers import Files, PreparedGraph, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
 from ...engine.pytree import (
     MAX_DEPTH,
     LeafRequest,
@@ -180,10 +172,6 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         return stored if item is None else item.prepare(stored)
 
 
-def _opened(share: Share) -> TreeReader:
-    return TreeReader(share.folder, share.files)
-
-
 class StoredGraph:
     """A graph on disk that is open for reading; its structure is read at once, and its values on demand."""
 
@@ -205,8 +193,8 @@ class StoredGraph:
         share = None
         if item is not None:
             folder = source.location / item.folder
-            share = own_share(folder, item.files, is_empty=lambda share: not _opened(share).leaves)
-        self._share = None if share is None else _opened(share)
+            share = own_share(folder, item.files, is_empty=lambda own: not TreeReader(own.folder, own.files).leaves)
+        self._share = None if share is None else TreeReader(share.folder, share.files)
         # Whether the object states belong to this process; states saved by a single process belong to process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self.containers = _containers(source.tree.structure, "")  # keyed by storage name
