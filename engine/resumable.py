@@ -85,7 +85,7 @@ class ResumableLoader(LoaderPosition):
 
     def _loop(self) -> Iterator[Any]:
         if self._batches is not None:
-            self._move(self.epoch + 1, 0)  # the previous loop has ended early, but its generator is not closed
+            self._move(self.epoch + 1, 0)  # the previous loop ended early, but its generator has not been closed
         self._turn += 1
         turn, given = self._turn, False
         try:
@@ -129,7 +129,7 @@ class ResumableLoader(LoaderPosition):
         return self._beginning()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position: the next ``for`` yields the remaining batches of its epoch."""
+        """Move to a saved position, so that the next ``for`` yields the remaining batches of its epoch."""
         if TAKEN not in state:
             raise StateError(
                 f"the state of a resumable loader has the epoch and the batches taken, and this one has "
@@ -194,8 +194,8 @@ def resumable(
     batch, none remain, and the program continues with the code after the inner loop. A ``for`` after a ``break`` begins
     a new epoch. After the callback has stopped the run, the loader yields no batches, and no steps are saved.
 
-    A resume draws the earlier batches of the epoch again, as :func:`skip_to` does, whose documentation lists the values
-    on which the order of an epoch may depend. However, the program must call ``set_epoch`` itself, before the ``for``.
+    A resume draws the earlier batches of the epoch again, as with :func:`skip_to`, whose documentation lists the values
+    that the order may depend on. However, the program must call ``set_epoch`` itself, before the ``for``.
     In a program with several processes, each process has its own position.
 
     Args:
@@ -205,9 +205,9 @@ def resumable(
             None continues to the end of the loader.
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
-        redraw: ``"batches"`` loads the earlier batches of the epoch in a resume. ``"indices"`` only advances the
-            sampler of a ``DataLoader``, without loading or comparing batches. This declares that each item depends
-            only on its index, because neither the dataset nor its workers draw random numbers.
+        redraw: With ``"batches"``, a resume loads the earlier batches of the epoch again. With ``"indices"``, it only
+            advances the sampler of a ``DataLoader``, without loading or comparing batches. Choose this only if each
+            item depends on nothing but its index, because neither the dataset nor its workers draw random numbers.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of completed epochs, ``batch`` is the number of batches taken

@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return the state to load, which only the next iterator of a dataset uses; for other sources, it is unchanged."""
+    """Return a state that only the next iterator of a dataset uses, or the given state for other sources."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):

@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 
 
 class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
-    """A Keras callback that saves the model and optimizer in ``model.fit``, resumes them, and stops on SIGTERM.
+    """A Keras callback that saves and restores the model and optimizer in ``model.fit``, and stops it on SIGTERM.
 
     ::
 

@@ -1,4 +1,4 @@
-"""Adapters for live objects that are restored in place: torch modules and optimizers, object graphs, components.
+"""Adapters for live objects that are restored in place: torch modules and optimizers, object graphs and components.
 
 A framework is imported only if the state contains objects of that framework.
 """
@@ -207,7 +207,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load the weights of each torch module in the tree from its path in `source`, or else from `source` itself."""
+        """Load the weights of each torch module from its path in `source`, or from `source` itself if there is none."""
         from ..components import modules_of
 
         modules = modules_of(state)
@@ -321,7 +321,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the live objects in a state and all values inside them, each with its first path; none without torch."""
+    """Yield the live objects in a state and all values inside them, each with its first path, if torch is loaded."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         queue = [root]

@@ -104,7 +104,7 @@ class PreemptionSignal:
 
     def hand_on(self) -> None:
         """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # A handler that was installed later stays in place, and would call this one, which is no longer active.
+        # Do not raise the signal for a handler that was installed later, which would call this inactive handler.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # A callable handler may call the handler that it replaced, which cannot be detected.
+            # A callable handler may call the handler that it replaced, which cannot be detected, so do not warn.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; if a later handler calls this one, it then only calls the previous handler."""
+        """Restore the previous handlers, and from then on pass calls of this handler by a later one to the previous one."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -239,7 +239,7 @@ class _JaxAgreement:
     # JAX agrees only once per connection, on the largest number that any process has passed plus one, and returns True
     # only for that number. The numbers therefore count the calls since the connection was made, over all runs: step
     # numbers would be far above the agreed number after a resume, and below it in a second run of the same process.
-    # When the point is reached, it stays reached, because JAX does not report later signals.
+    # Once the point is reached, it stays reached, because JAX does not report later signals.
 
     def __init__(self) -> None:
         self._connection: Any = None
