@@ -198,7 +198,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(cls: type) -> bool:
-    """Return whether a class belongs to the program or a data library, so that its instances are searched."""
+    """Return whether a class belongs to the program or a data library, in which case its instances are searched."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__.startswith(_OPEN):
         return True

@@ -19,7 +19,7 @@ from .errors import DamagedCheckpointError, OptionError, shortened
 from .pytree import flatten, is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
-"""Keys of a saved state, for the generators that steps have drawn from and for those that no step has drawn from.
+"""Keys of a saved state, for the generators that steps have drawn from and for all other, idle generators.
 
 An idle generator may be unseeded, and its state may therefore differ between runs of the same program.
 """
@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply the restored states, if any, and return the names of drawn-from generators that this process lacks."""
+        """Apply the restored states, if any; return the names of generators that the steps used but this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])

@@ -1,4 +1,4 @@
-"""Summaries of the leaves in a checkpoint, and verification of its data."""
+"""Summarizes the leaves in a checkpoint, and verifies its data."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _NOW = "now"  # current states of the loader's own generators and _ORDER, which 
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # maximum requests after a stop, to end a ``while step < total`` around the loop
+_MOST_REFUSED = 10_000  # maximum number of requests after a stop, to end an enclosing ``while step < total``
 _LONG = 5.0  # seconds of redrawing after which a message is logged
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -231,7 +231,7 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # Already run the loader's code after its last batch, because a resume begins with the next epoch.
+                # Run the loader's remaining code now, because a resume would begin with the next epoch.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
@@ -405,7 +405,7 @@ def skip_to(
             same generators in the same order when the run is resumed.
         state: Two functions, ``get`` and ``set``. ``get()`` returns a value that the order of an epoch depends on, made
             of plain data, arrays and tensors. It is called at the start of an epoch and at each step, and both values
-            are saved. A resume passes the former to ``set`` before it draws earlier batches, and the latter afterwards.
+            are saved. A resume passes the first one to ``set`` before it draws earlier batches, and the second one after.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.

@@ -108,7 +108,7 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program started this process without passing on the variable."""
+    """Raise StateError if a rehearsed program started this process without passing on its DRILL variable."""
     parent, folder, prefix = os.getppid(), b"", f"{DRILL}=".encode()
     while parent > 1 and DRILL not in os.environ and not folder:
         try:

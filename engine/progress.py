@@ -1,4 +1,4 @@
-"""The protocol that reports the progress of a long-running call to a program, and shares of that progress."""
+"""The protocol with which a program receives the progress of a long-running call, and shares of that progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .forks import Lock
 
 
 class Progress(Protocol):
-    """Receives the progress, in bytes, of a long-running call. Several threads may call its methods often.
+    """Receives the progress, in bytes, of a long-running call. Methods are called often, perhaps concurrently.
 
     An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by the
     full number of expected bytes.

@@ -77,7 +77,7 @@ class ResumableLoader(LoaderPosition):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._restored and self._asked:  # the previous loop took no batch, because zip ended first
+        if self._restored and self._asked:  # the previous loop took no batch, for example because zip ended first
             self._take_up()
             self._move(self.epoch + 1, 0)
         self._asked = True
@@ -206,8 +206,8 @@ def resumable(
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
         redraw: With ``"batches"``, a resume loads the earlier batches of the epoch again. With ``"indices"``, it only
-            advances the sampler of a ``DataLoader``, without loading or comparing batches. Choose this only if each
-            item depends on nothing but its index, because neither the dataset nor its workers draw random numbers.
+            advances the sampler of a ``DataLoader``, without loading or comparing batches. Each item may then depend
+            only on its index: neither the dataset nor its workers may draw random numbers.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of completed epochs, ``batch`` is the number of batches taken

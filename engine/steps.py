@@ -377,7 +377,7 @@ def list_steps(
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
     """Return local folders named like a step that contain files, but neither a commit record nor a save's marker."""
     records = {entry.location.name for entry in checkpoints}
-    # In an object store, delayed requests may leave such files. Without a run, folders with such names are not steps.
+    # In an object store, delayed requests may leave such files. Without a run, such folder names do not mean steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
     folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by the rules of this module, or None; with ``whole``, ignore damaged steps."""
+    """Return the newest step by this module's rules, or None; unless ``whole``, damaged steps count as the latest."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)

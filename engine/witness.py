@@ -160,7 +160,7 @@ class RecordFile:
                     self._flush(self._file, wait=False)
 
     def commit(self, folder: Location, checkpoint: str) -> None:
-        """Write the existing records after the step was committed."""
+        """Write the existing records once the step has been committed."""
         with self._lock:
             if self._file is None:
                 first, self._file = self._waiting[0], folder / self._name
@@ -170,7 +170,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records when the next step is saved or the run ends; object stores replace the file."""
+        """Write the remaining records at the next save or the end of the run; in an object store, replace the file."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -295,7 +295,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, without machine metrics, and the names that differ."""
+    """Return the names that both records have in a layer, except machine metrics, and those whose values differ."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Entries that consist of a digest and a value are compared by their digests.

@@ -1,4 +1,4 @@
-"""A checkpoint callback for ``model.fit`` of Keras 3 with the torch and jax backends."""
+"""A checkpoint callback for ``model.fit`` in Keras 3 with the torch and jax backends."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     @property
     def initial_epoch(self) -> int:
-        """The number of finished epochs in the checkpoint or 0, to be passed to ``fit(initial_epoch=...)``."""
+        """The number of finished epochs in the checkpoint, or 0 without one; pass it to ``fit(initial_epoch=...)``."""
         checkpoint = self._loop.peek()
         return 0 if checkpoint is None else int(checkpoint.extras[_POSITION]["epoch"])
 

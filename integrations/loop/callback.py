@@ -493,7 +493,7 @@ class CheckpointCallback:
             batch: The batch of the step, which the witness compares after a resume. It is not saved, unless an extra of
                 this name was passed to ``restore_or_initialize``.
             epoch: The epoch number, which is treated like ``batch``.
-            **extras: All extras that were passed to ``restore_or_initialize``, and optionally further ones.
+            **extras: All extras that were passed to ``restore_or_initialize``, and, optionally, further extras.
 
         Returns:
             The outcome: whether the step was saved, why, and whether to leave the loop now.
@@ -576,7 +576,7 @@ class CheckpointCallback:
         orderly = False
         try:
             try:
-                # With an AgreedStop, ignore a signal after the last step, which only this process may have received.
+                # With an AgreedStop, ignore a late signal, because only this process may have received it.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
                 saves = (self._options.save_at_end or preempted) and self._witness.error is None
                 if saver is not None and not saver.is_saved and saves:

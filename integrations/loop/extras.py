@@ -30,7 +30,7 @@ GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return the tree to save for an extra, which is a snapshot if the extra is a stateful object."""
+    """Return the tree to save for an extra; for a stateful object, the tree is a snapshot."""
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -64,7 +64,7 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_template(extra: Any) -> bool:
-    """Return whether an extra serves as the template from which it is restored."""
+    """Return whether an extra is the template with which its saved value is restored."""
     # Stateful objects and plain data are restored as saved, because their structure may change (a list may grow).
     return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 

@@ -118,7 +118,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, start: Start, *, grows: bool) -> None:
-        """Sample the state before the first step; with ``grows``, its structure may differ from a fresh state."""
+        """Sample the state before the first step; with ``grows``, its structure may differ from a fresh state's."""
         state = start.state
         self._is_compared = start.is_known and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(start.extras, state)]
@@ -185,7 +185,7 @@ class FirstSteps:
                 "param_groups" in part or _addresses(part.values()) & _addresses(_live(torch.nn.Parameter))
             ):
                 raise StateError(_STATE_DICT % (path or "the state"))
-        if missing := self._ways.ended(state):  # some may only have moved to other containers or wrappers
+        if missing := self._ways.ended(state):  # some leaves may only have moved to other containers or wrappers
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
             filled = tuple(f"{path}." for path in self._adapter.empty)  # dicts that were empty in the fresh state
             left = {f"{path}." for path in empty_dicts(state)} | {name for name in names if name.startswith(filled)}
@@ -326,7 +326,7 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader without a yielded batch, so that the loop may use another loader."""
+    """Return whether an extra is a holdfast loader that has not yielded a batch, so the loop may read another."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
@@ -338,7 +338,7 @@ def _mark(value: Any) -> Any:
 
 
 def _kind(leaf: Any) -> type | None:
-    """Return float for an array of floats, int for a single integer, and None for other leaves or lazy parameters."""
+    """Return float for an array of floats, int for a single integer, and None for other leaves and lazy parameters."""
     torch: Any = loaded("torch")
     if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
         return None

@@ -156,7 +156,7 @@ _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
 
 class Hyperparameters:
-    """The initial values of a run's hyperparameters, which the program has set unless a resume has chosen others."""
+    """The initial values of a run's hyperparameters: the program's values, unless a resume has chosen others."""
 
     def __init__(
         self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
@@ -173,7 +173,7 @@ class Hyperparameters:
     def settle(
         self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters; log differences that the run did not cause."""
+        """Return the restored state with the chosen hyperparameters; log differences that the run has not caused."""
         is_mine = counting == "program"
         began = {} if is_mine else began
         self._options = list(_options(state, extras))  # collected again, because a restore replaces the groups

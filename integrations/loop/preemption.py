@@ -35,7 +35,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class PreemptionSignal:
-    """A flag that is set by signals, which lets a loop save before the process ends.
+    """A flag that signals set, so that a loop can save before the process ends.
 
     Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag,
     because nothing else is safe in the middle of a step, and then calls the previous handler. Handlers can only be
@@ -104,7 +104,7 @@ class PreemptionSignal:
 
     def hand_on(self) -> None:
         """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # Do not raise the signal for a handler that was installed later, which would call this inactive handler.
+        # Do not raise the signal if a later handler is installed, because it would call this inactive handler.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers, and from then on pass calls of this handler by a later one to the previous one."""
+        """Restore the previous handlers. If a later handler still calls this one, it only passes the signal on."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -351,7 +351,7 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # Block the signals in the new thread, where they would not interrupt a wait of the main thread.
+            # Block the signals in the new thread, because they would not interrupt a waiting main thread there.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             # Do not use threading.Thread, because the interrupted code may hold a lock that threading needs.
             _thread.start_new_thread(self._end_with_parent, ())

@@ -42,7 +42,7 @@ from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
-# Path components that differ at each start of a program: timestamps of Hydra and version counters of loggers.
+# Path components that differ at each start of a program: Hydra's timestamps and the version counters of loggers.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
 _MOST_NEIGHBOURS = 20  # maximum number of directories to search
 
@@ -222,7 +222,7 @@ def _saved_extras(
         shares = per_process.trees
     elif per_process is not None or manager.processes.alone:
         return {**common, **(per_process or {})}, []
-    else:  # a single process has saved its own extras with the common ones
+    else:  # a single process saved its own extras together with the common ones
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"

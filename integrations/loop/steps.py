@@ -138,7 +138,7 @@ class Positions:
             )
 
     def tree_of(self, name: str, extra: Any) -> Any:
-        """Return the tree to save for an extra, from its snapshot if there is one."""
+        """Return the tree to save for an extra, using its snapshot if there is one."""
         if name not in self.taken:
             return tree_of(extra)
         taken = self.taken[name]
@@ -191,7 +191,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state; with ``grows``, its structure may differ from a fresh state."""
+        """Start watching the state; with ``grows``, its structure may differ from a fresh state's."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}

@@ -25,7 +25,7 @@ logger = logging.getLogger("holdfast")
 
 _WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption if grace_secs is unknown
 _INTERVAL = 0.1  # polling interval of the store in seconds
-_REQUESTS = 1000  # maximum number of store requests per second over all processes
+_REQUESTS = 1000  # maximum number of store requests per second across all processes
 _PATIENCE = 60.0  # timeout in seconds for answers of other processes, which are due within one batch
 
 _Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)

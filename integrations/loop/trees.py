@@ -240,7 +240,7 @@ class FittingHandler(PyTreeCheckpointHandler):
         self._misfits = misfits
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Restore the tree, or only the leaves that fit if it differs from the template."""
+        """Restore the tree or, if it differs from the template, only the leaves that fit."""
         try:
             return super().restore(directory, item, files=files, **kwargs)
         except TreeMismatchError:

@@ -112,7 +112,7 @@ class Witness:
         self._k = 0  # number of step reports since the last save
         self._mark: Any = None  # the epochs at the last report
         self._last: Pending | None = None  # the record of the latest reported step; None if it was not recorded
-        self._files: list[RecordFile] = []  # of earlier saves that may be incomplete, and of the last save
+        self._files: list[RecordFile] = []  # possibly incomplete files of earlier saves, then the file of the last save
         self._records = Records()  # records of the step from which the run has resumed
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have yet to be compared
@@ -184,7 +184,7 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # A step that differs from before the stop must not be added to the records of the restored checkpoint.
+        # A step that differs from the same step before the stop must not become a record of the restored checkpoint.
         if self._files and (self.proof.exact is not False or self._files[-1].step != self._resumed):
             self._files[-1].add(self._last)
         return self._last
@@ -226,7 +226,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """Log an exception of the witness or code that it calls, and disable the witness, but let training continue."""
+        """Log exceptions of the witness and of code that it calls, disable the witness, and let training continue."""
         try:
             yield
         except Exception as error:
@@ -286,7 +286,7 @@ class Witness:
             self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
-        """Return the relative difference if it can be caused by rounding on another processor, otherwise None."""
+        """Return the relative difference if it can be caused by rounding on another processor, or None otherwise."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
         devices = str(self._records.key.get("devices") or "cpu")  # no devices if all arrays are numpy arrays
