@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply the restored states, if any; return the names of generators that the steps used but this process lacks."""
+        """Apply the restored states, if any; return the names of used generators that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])

@@ -405,7 +405,7 @@ def skip_to(
             same generators in the same order when the run is resumed.
         state: Two functions, ``get`` and ``set``. ``get()`` returns a value that the order of an epoch depends on, made
             of plain data, arrays and tensors. It is called at the start of an epoch and at each step, and both values
-            are saved. A resume passes the first one to ``set`` before it draws earlier batches, and the second one after.
+            are saved. A resume passes the first to ``set`` before it draws earlier batches, and the second afterwards.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from .errors import StateError
 
 OBSERVER = "HOLDFAST_OBSERVER"
-"""Environment variable that names the function that creates a process's observer, as ``module:function``."""
+"""Environment variable with the name of the function that creates a process's observer, as ``module:function``."""
 
 DRILL = "HOLDFAST_DRILL"
 """Environment variable with the folder of the rehearsal, set in programs that ``holdfast drill`` rehearses."""

@@ -8,7 +8,7 @@ from .forks import Lock
 
 
 class Progress(Protocol):
-    """Receives the progress, in bytes, of a long-running call. Methods are called often, perhaps concurrently.
+    """Receives the progress, in bytes, of a long-running call. Methods are called often, by several threads at once.
 
     An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by the
     full number of expected bytes.

@@ -56,8 +56,8 @@ class ResumableLoader(LoaderPosition):
             )
         self._most = batches_per_epoch
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
-        self._turn = 0  # changes when a new loop starts or a state is set
-        self._reported = 0  # value of the turn at the last reported step
+        self._turn = 0  # counter that changes when a loop starts or a state is set
+        self._reported = 0  # value of _turn at the last reported step
         self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)

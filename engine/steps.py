@@ -377,7 +377,7 @@ def list_steps(
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
     """Return local folders named like a step that contain files, but neither a commit record nor a save's marker."""
     records = {entry.location.name for entry in checkpoints}
-    # In an object store, delayed requests may leave such files. Without a run, such folder names do not mean steps.
+    # In an object store, delayed requests may leave such files. Without a run, folders with such names are not steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
     folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]

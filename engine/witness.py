@@ -322,7 +322,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that differ now, with their saved and current values and whether they keep changing."""
-    # An attribute that the first steps set once, such as a cache, may be missing, but not one that keeps changing.
+    # An attribute that the first steps set once, such as a cache, may be missing, unlike one that keeps changing.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()

@@ -207,7 +207,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load the weights of each torch module from its path in `source`, if it exists, or from `source` itself."""
+        """Load the weights of each torch module from its path in `source` if that exists, or from `source` itself."""
         from ..components import modules_of
 
         modules = modules_of(state)

@@ -110,7 +110,7 @@ class PreemptionSignal:
             signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:
-        """Return the seconds that remain of the grace period since the signal, with a reserve of 10 %."""
+        """Return the number of seconds left in the grace period, less a reserve of 10 %."""
         if grace is None:
             return WITHOUT_GRACE
         return max(0.0, 0.9 * (seconds(grace) - self.age))
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers. If a later handler still calls this one, it only passes the signal on."""
+        """Restore the previous handlers. From then on, calls from a later handler are only passed on to them."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -225,7 +225,7 @@ class PreemptionSignal:
 
 
 def grace_check(grace: float) -> Callable[[Event], None]:
-    """Return an event listener that warns about saves that exceed the grace period."""
+    """Return an event listener that warns about saves that take longer than the grace period."""
     text = (
         "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed before "
         "its last step is durable. Save more often, ask the scheduler for more time, or save less"
@@ -351,7 +351,7 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # Block the signals in the new thread, because they would not interrupt a waiting main thread there.
+            # Block the signals in the new thread, because signals sent to it would not interrupt a waiting main thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             # Do not use threading.Thread, because the interrupted code may hold a lock that threading needs.
             _thread.start_new_thread(self._end_with_parent, ())

@@ -44,7 +44,7 @@ class Start:
     state: Any
     extras: Mapping[str, Any]
     offset: int  # number of updates in a state minus its step number
-    is_known: bool = True  # False if the loop has taken steps before it reported one
+    is_known: bool = True  # False if the loop took steps before its first report
 
 
 class StateAdapter:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds per step above which snapshots of the positions cause a warning
+_SLOW = 1e-3  # time in seconds per step above which taking snapshots causes a warning
 _SAMPLES = 3  # number of consecutive slow steps that cause the warning, which reports the fastest of them
 
 

@@ -23,7 +23,7 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption if grace_secs is unknown
+_WITHOUT_GRACE = 2.0  # time in seconds for the steps after a preemption if grace_secs is not set
 _INTERVAL = 0.1  # polling interval of the store in seconds
 _REQUESTS = 1000  # maximum number of store requests per second across all processes
 _PATIENCE = 60.0  # timeout in seconds for answers of other processes, which are due within one batch

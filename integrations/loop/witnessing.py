@@ -39,7 +39,7 @@ from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shar
 logger = logging.getLogger("holdfast")
 
 _SAVES = 5  # number of earlier saves that may be in progress, in the directory and on local storage
-_LAST = 4  # number of step reports after a resume before one line summarizes the comparison
+_LAST = 4  # number of step reports after which one line summarizes the comparison
 
 
 @dataclass(frozen=True)
