@@ -1,3 +1,3 @@
-"""Storage, retention and resume for arrays and files, independent of any training loop."""
+"""Saves, retains and restores arrays and files, independently of any training loop."""
 
 __version__ = "0.1.0"

@@ -64,11 +64,11 @@ def save_async(
 
     The checkpoint holds the values that the tree had when this function returned. Several saves to different paths may
     be in progress at once; each keeps a copy of its tree in memory. The program waits for all of them before it exits.
-    An error that was not retrieved from its Future by then is logged, and the exit status is nonzero.
+    If an error has not been retrieved from its Future by then, it is logged, and the exit status is nonzero.
 
     Args:
         path: The destination, as a path or URL; it must not exist unless ``overwrite`` is true.
-        tree: As for :func:`save`.
+        tree: The tree to save, as for :func:`save`.
         overwrite: Whether to replace an existing checkpoint. After a crash, either the old or the new one is intact.
         layout: Sizes of chunks, segments and data files.
 
@@ -131,20 +131,20 @@ def load(
 
     Args:
         path: A checkpoint, or a directory of steps, whose newest step is loaded. Other libraries' formats are also
-            supported: Orbax, safetensors (a file, or a folder with an index), files of ``torch.save`` or Lightning,
-            folders of torch.distributed.checkpoint, Flax msgpack files, TensorFlow (a prefix such as ``dir/ckpt-5``),
-            the weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), ``.npz`` files, RLlib directories,
-            and folders of arrays written by TensorStore (zarr v3 in OCDBT), which are loaded as dictionaries.
-            A dictionary from patterns to such paths builds one tree from several checkpoints: ``{"encoder/**":
-            "runs/a", "**": "runs/b"}``. Each leaf is read from the checkpoint of the first pattern that matches its
-            path; containers that occur in several checkpoints become dictionaries.
+            supported: Orbax, safetensors (a file, or a folder with an index), files written by ``torch.save`` or
+            Lightning, torch.distributed.checkpoint folders, Flax msgpack files, TensorFlow (a prefix such as
+            ``dir/ckpt-5``), the weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), ``.npz`` files,
+            RLlib directories, and folders of arrays written by TensorStore (zarr v3 in OCDBT), which are loaded as
+            dictionaries. To build one tree from several checkpoints, pass a dictionary that maps patterns to paths:
+            ``{"encoder/**": "runs/a", "**": "runs/b"}``. Each leaf is read from the checkpoint of the first pattern
+            that matches its path; containers that occur in several checkpoints become dictionaries.
         like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
             abstract or not, matches its saved ``nnx.state`` or nested dictionaries of it; the result is a new module.
             Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses become
             dictionaries.
         select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have
-            exactly those leaves. Alternatively, a dictionary from patterns to basic numpy indexes, each of which
+            exactly those leaves. Alternatively, a dictionary that maps patterns to basic numpy indexes, each of which
             selects a part of the matching arrays: ``{"embedding/**": np.s_[:1000], "step": ...}``. The first pattern
             that matches a leaf applies, and only the required chunks are read.
         item: The item to load. None loads the only item, or a dictionary of all items if there are several.
@@ -165,7 +165,7 @@ def load(
         IndexError: An index in ``select`` does not fit its array.
         OptionError: ``like`` or ``select`` is given for several items; ``select`` with indexes is combined with
             ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is given without a
-            template; or two of several checkpoints share a path that is not a container with keys in both.
+            template; or a path that exists in two of the given checkpoints is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it

@@ -103,6 +103,6 @@ def format_duration(seconds: float) -> str:
             parts.append(f"{count:.0f}{unit}")
     rest = round(rest, 3)
     if rest or not parts:
-        # Durations below half a millisecond were rounded to zero above.
+        # Format the original value if rounding has reduced a duration below half a millisecond to zero.
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)

@@ -180,7 +180,7 @@ class InvalidLocationError(StorageError, ValueError):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's message and notes, for a log or a process that does not receive the exception itself."""
+    """Return an error's message and notes as text, for logs and for processes that do not receive the exception."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -190,7 +190,7 @@ def difference(path: str, expected: object, found: object, origin: str = "progra
 
 
 def shortened(values: Iterable[object], most: int = 8) -> str:
-    """Join the first values with commas, and append the number of omitted values."""
+    """Join the first ``most`` values with commas, followed by the number of omitted values, if any."""
     shown = [str(value) for value in values]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 

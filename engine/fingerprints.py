@@ -47,7 +47,7 @@ class Fact(NamedTuple):
 _Space = tuple[str, str, dict[str, Any]]  # (name prefix, function or module, variables)
 
 _OBJECTS = 5000  # maximum number of objects to visit per step, separately for functions and modules
-_SECONDS = 0.5  # limit of processor time in seconds per step, separately for functions and modules
+_SECONDS = 0.5  # maximum processor time in seconds per step, separately for functions and modules
 _DEPTH = 7
 _ITEMS = 64  # maximum number of items to visit per container
 _BYTES = 4 << 20  # maximum size in bytes of an array to hash
@@ -72,7 +72,7 @@ class Fingerprints:
         self._last: dict[str, Fact] = {}
 
     def changes(self) -> dict[str, Fact | None]:
-        """Return the facts that are new or have changed since the last call; objects that are gone map to None."""
+        """Return the facts that are new or have changed since the last call, and None for objects that are gone."""
         now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
@@ -81,7 +81,7 @@ class Fingerprints:
 
 
 def facts() -> dict[str, Fact]:
-    """Return the fingerprints of all objects reachable from running functions and modules, by name."""
+    """Return the fingerprints, by name, of all objects reachable from running functions and from modules."""
     by_name = dict(_global_generators())
     # Search functions and modules separately, because the variables of many modules would exhaust a common limit.
     groups = [list(_functions()), list(_modules())]
@@ -90,11 +90,11 @@ def facts() -> dict[str, Fact]:
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader inside hf.skip_to
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader that hf.skip_to wraps
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # a for statement may hold the only reference
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # one may be referenced only by a for loop
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -165,7 +165,7 @@ def _modules() -> Iterator[_Space]:
             yield "", "the program", dict(vars(module))
 
 
-@cache  # because it is called for every module at every step
+@cache  # called for every module at every step
 def _is_own(file: str) -> bool:
     path = os.path.abspath(file)
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
@@ -198,7 +198,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(cls: type) -> bool:
-    """Return whether to visit the attributes of a class, which must belong to the program or to a data loader."""
+    """Return whether a class belongs to the program or a data library, in which case its instances are searched."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__.startswith(_OPEN):
         return True
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # the key never changes, only the count does
+        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes, never the key
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)

@@ -40,7 +40,7 @@ _FOREIGN: Mapping[str, str] = {
     "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
     "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
     "single_host_load_and_broadcast": "here it is load_and_broadcast of CheckpointManagerOptions",
-    # arguments of managers that functions with a path argument do not take
+    # manager arguments that functions with a path argument do not accept
     "step": "give the path of the step, such as runs/digits/400; the path of a run is that of its newest step",
     # arguments of Orbax's handlers
     "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
@@ -63,7 +63,7 @@ _FOREIGN: Mapping[str, str] = {
     "checkpointables": 'here managers take a dictionary of items: manager.save(step, {"state": tree})',
     "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
-    # an option of holdfast that not every function takes
+    # a holdfast option that not every function accepts
     "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
     # arguments of Ray
     "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
@@ -121,7 +121,7 @@ class ExplainsNames:
 
         def __getattr__(self, name: str) -> Never:
             hint = object_instead_of(name)
-            about = {} if hint else {"name": name, "obj": self}  # with these, a traceback suggests the closest name
+            about = {} if hint else {"name": name, "obj": self}  # these make a traceback suggest the closest name
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", **about)
 
 
@@ -131,7 +131,7 @@ def foreign_hint(name: str) -> str:
 
 
 def instead_of(name: str, accepted: Collection[str]) -> str:
-    """Return a message suffix that suggests the equivalent of an unknown argument, or else the closest name."""
+    """Return a message suffix that suggests the equivalent of an unknown argument or, without one, the closest name."""
     if hint := foreign_hint(name):
         return hint
     import difflib  # imported lazily, because only error messages need it
@@ -143,7 +143,7 @@ def instead_of(name: str, accepted: Collection[str]) -> str:
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """Raise UnknownArgumentError, listing the accepted keyword-only arguments, if there are unknown arguments."""
+    """Raise an UnknownArgumentError that lists the accepted keyword-only arguments if there are unknown ones."""
     if unknown:
         parameters = inspect.signature(function).parameters.items()
         accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]

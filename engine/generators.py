@@ -19,12 +19,12 @@ from .errors import DamagedCheckpointError, OptionError, shortened
 from .pytree import flatten, is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
-"""Keys of a saved state: the generators that any step has drawn from, and the generators that no step has drawn from.
+"""Keys of a saved state, for the generators that steps have drawn from and for all other, idle generators.
 
 An idle generator may be unseeded, and its state may therefore differ between runs of the same program.
 """
 
-_SEEDS = "seed_seq"  # key of the seed sequence that a numpy Generator spawns from, saved if it has spawned others
+_SEEDS = "seed_seq"  # key of a numpy Generator's seed sequence, saved only if the Generator has spawned others
 _DEVICES = ("cuda", "xpu")  # torch device types that have a default generator per device
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _EXACT = {int, str, bytes}
@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the global generators to states from :func:`as_tree`; return the names of those missing in this process."""
+    """Set the global generators to states from :func:`as_tree`; return the names of those that this process lacks."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -96,7 +96,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
         saved = states.get(name, ())
         count = getattr(torch, name).device_count() if saved and hasattr(torch, name) else 0
         for index, state in enumerate(saved[:count]):
-            # torch defers this until the program uses the device
+            # torch defers this call until the program uses the device
             getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
         missing += [f"{name}:{index}" for index in range(count, len(saved))]
     if "mps" in states and _has_mps(torch):
@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # the format that the first version saved in Lightning runs
+    if isinstance(saved, dict):  # format used by the first version in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None
@@ -138,7 +138,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
 
 
 class GlobalGenerators:
-    """The global generators as a stateful object, restored after all objects whose restore may draw from them."""
+    """A stateful object for the global generators, restored last because restoring other objects may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply the restored states, if any, and return the names of drawn generators that this process lacks."""
+        """Apply the restored states, if any; return the names of used generators that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -219,7 +219,7 @@ def is_idle(item: str, leaf: str) -> bool:
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 
-# ---- single generators, of the program or of a loader
+# ---- individual generators of the program or of a loader
 
 
 def is_generator(obj: object) -> bool:
@@ -250,10 +250,10 @@ def generator_state(generator: Any) -> Any:
 def set_generator_state(generator: Any, state: Any) -> None:
     """Set a generator to a state from :func:`generator_state`, which may have been saved and loaded."""
     if isinstance(generator, np.random.Generator):
-        # Some numpy bit generators only accept words in an array, and loading returns them in an array.
+        # Some numpy bit generators require an array of words, so pass on the loaded array unchanged.
         own: Any = generator.bit_generator
         own.state = state
-        with contextlib.suppress(KeyError, TypeError):  # the generator has spawned none, or numpy is older than 2.0
+        with contextlib.suppress(KeyError, TypeError):  # the generator has not spawned any, or numpy is older than 2.0
             own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:

@@ -1,4 +1,4 @@
-"""Summaries of the leaves in a checkpoint, and verification of its data."""
+"""Summarizes the leaves in a checkpoint, and verifies its data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
         DamagedCheckpointError: The structure of the checkpoint fails its checks.
-        OptionError: The step is ambiguous because several prefixes have it, such as ``a-1`` and ``b-1``.
+        OptionError: The step is ambiguous because it exists with several prefixes, such as ``a-1`` and ``b-1``.
     """
     return read_checkpoint(as_location(path), _leaf_summaries, step)
 
@@ -158,14 +158,14 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
     Args:
         path: A checkpoint, or a directory of steps.
         step: The step to verify in a directory of steps; None verifies all steps.
-        progress: An object that receives the number of bytes to read, and the progress.
+        progress: An object to which the number of bytes to read and the progress are reported.
 
     Returns:
         A report of the problems in each checkpoint, by file and leaf.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        OptionError: The step is ambiguous because several prefixes have it, such as ``a-1`` and ``b-1``.
+        OptionError: The step is ambiguous because it exists with several prefixes, such as ``a-1`` and ``b-1``.
     """
     progress = progress or NULL
     for _ in range(_LISTINGS):
@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged, so report the files that differ or this error
+    except HoldfastError as error:  # the structure is damaged, so report the differing files or this error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

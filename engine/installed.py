@@ -1,4 +1,4 @@
-"""The command that installs extras for this copy of holdfast, and detection of another project's package."""
+"""Builds the command that installs extras for this copy of holdfast, and detects another project's package."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     steps = find_steps(location)
     if steps.entries and not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # If there are several series, it is unknown to which of them the stored options belong.
+    # If there are several series, it is not known which of them the stored options belong to.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
@@ -109,7 +109,7 @@ def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int
 
 
 def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
-    from .sources import open_at  # imported lazily, because this takes longer than listing native steps
+    from .sources import open_at  # imported lazily, because the import takes longer than listing native steps
 
     try:
         checkpoint = open_at(entry.location)

@@ -1,4 +1,4 @@
-"""Save and restore the position of a plain loader in its data, and detect loaders of other libraries."""
+"""Saves and restores the position of a plain loader in its data, and detects loaders of other libraries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def derives(obj: object, name: str, package: str) -> bool:
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
 TAKEN = "taken"  # the epoch, and the number of batches taken from it
 _BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end if it has ended
-_ORDER = "state"  # return value of the user's state function at the same time
+_ORDER = "state"  # value that the user's state function returned at that time
 _VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
 LAST = "last"  # checksum of the latest batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether the latest batch was the last of its epoch
@@ -64,7 +64,7 @@ _NOW = "now"  # current states of the loader's own generators and _ORDER, which 
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # maximum requests after a stop, because ``while step < total`` around the loop would never end
+_MOST_REFUSED = 10_000  # maximum number of requests after a stop, to end an enclosing ``while step < total``
 _LONG = 5.0  # seconds of redrawing after which a message is logged
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -111,7 +111,7 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Yield no batches after the run was stopped; a program that keeps requesting them exits with this status."""
+        """Yield no more batches after a stop; a program that keeps requesting batches then exits with this status."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
@@ -148,7 +148,7 @@ class LoaderPosition:
         return {**state, **({_BEGUN: begun} if begun else {}), **order}
 
     def _own_states(self) -> dict[str, Any]:
-        """Return the states of the loader's generators, and of what else its order depends on."""
+        """Return the states of the loader's generators, and the value that the user's state function returns."""
         states = {name: generator_state(generator) for name, generator in self._generators.items()}
         # Copy the value, because the program may modify it later.
         return states if self._state is None else {**states, _ORDER: copy.deepcopy(self._state[0]())}
@@ -160,7 +160,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state except for global generators; return it, and whether it has unexpected parts."""
+        """Apply the saved state, except to global generators; return the state and whether it has unexpected parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})
@@ -231,13 +231,13 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # Run the code that follows the loader's last batch now, because a resume begins with the next epoch.
+                # Run the loader's remaining code now, because a resume would begin with the next epoch.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn about parts that were either saved or passed now, but not both; return whether there are any."""
+        """Warn about state that was either saved or passed now, but not both; return whether there is any."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -345,7 +345,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return epoch * length + batches
 
     def go_to_position(self) -> None:
-        """Move to the position now if it is within an epoch, or else when the next batch is requested."""
+        """Move to the position now if it is within an epoch; otherwise, move when the next batch is requested."""
         length = self._length()
         if self.position % length if length else self.position:
             self._skip()
@@ -377,12 +377,12 @@ def skip_to(
     generators: Sequence[Any] = (),
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
 ) -> SkippedLoader:
-    """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
+    """Return an endless iterator over a plain loader's batches, epoch after epoch, with a position that can be saved.
 
-    A resume skips completed epochs at once if the loader has a length, and draws the earlier batches of the current
+    A resume skips completed epochs immediately if the loader has a length, and draws the earlier batches of the current
     epoch again. The order of these batches must be reproducible, so it may depend only on
 
-    - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
+    - the epoch, which is passed to ``set_epoch`` of the loader or its sampler, such as ``DistributedSampler``;
     - the states of random generators at the start of the epoch: the global generators of Python, numpy and torch, and
       the ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all other
       generators, such as a transform's, in ``generators``;
@@ -395,11 +395,11 @@ def skip_to(
         loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
         n: The number of batches to skip, counted over all epochs; usually the number that the run has taken.
         global_batch_size: The number of samples that all processes together take in a step. Passing it declares that
-            the processes share one global order and take its next samples at each step, as with ``DistributedSampler``.
-            The position then counts samples in this order, and is valid for any number of processes. The batch size of
-            each process must be ``global_batch_size`` divided by the number of processes. Pass ``drop_last`` to both
-            the sampler and the loader. If the epoch is not divisible by the number of processes, the sampler determines
-            its last samples: torch's sampler repeats samples, or drops them with ``drop_last``.
+            the processes share one global order and take the next samples from it at each step, as with
+            ``DistributedSampler``. The position then counts samples in this order, and is valid for any number of
+            processes. The batch size of each process must be ``global_batch_size`` divided by the number of processes.
+            Pass ``drop_last`` to both the sampler and the loader. If the number of processes does not divide the number
+            of samples, torch's sampler repeats samples at the end of an epoch, or drops some with ``drop_last``.
         generators: The Python, numpy and torch generators that the loader uses in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Pass the
             same generators in the same order when the run is resumed.

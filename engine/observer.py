@@ -1,4 +1,4 @@
-"""Observers of runs, which receive their events, and may redirect paths, change options and request saves.
+"""Observers, which receive the events of runs and may redirect paths, change options and request saves.
 
 A manager takes an observer as ``observer=``. By default, it uses the process's observer from :func:`process_observer`,
 which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In other programs, that observer
@@ -17,12 +17,12 @@ from typing import Any, Literal, Protocol, TypeVar
 from .errors import StateError
 
 OBSERVER = "HOLDFAST_OBSERVER"
-"""Environment variable with the function that creates the observer of a process, as ``module:function``."""
+"""Environment variable with the name of the function that creates a process's observer, as ``module:function``."""
 
 DRILL = "HOLDFAST_DRILL"
 """Environment variable with the folder of the rehearsal, set in programs that ``holdfast drill`` rehearses."""
 
-STRAYS = "strays.jsonl"  # file in that folder, with one line for each process that was started without the variable
+STRAYS = "strays.jsonl"  # file in that folder, with one line for each process that was started without DRILL
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` follows an update, ``saving`` precedes the writing of a step's files (possibly in
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """Base class for observers of the runs in a process, whose methods do nothing unless a subclass overrides them."""
+    """Base class for observers of a process's runs. Its methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
         """Return the location to use instead of the given location; by default, both are the same.
@@ -52,7 +52,7 @@ class Observer(Protocol):
         return
 
     def options(self, options: T) -> T:
-        """Return the ``CheckpointManagerOptions`` that a manager should use in place of these."""
+        """Return the ``CheckpointManagerOptions`` that a manager should use instead of the given ones."""
         return options
 
     def joins(self, process: int, count: int) -> None:
@@ -64,7 +64,7 @@ class Observer(Protocol):
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return the maximum number of steps after a preemption's save, which are compared with the resumed run."""
+        """Return the maximum number of steps to run after a preemption's save, for comparison with the resumed run."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:
@@ -82,7 +82,7 @@ class Unobserved(Observer):
 
 @functools.cache
 def process_observer() -> Observer:
-    """Return the observer that ``HOLDFAST_OBSERVER`` names, or else an observer that does nothing."""
+    """Return the observer that ``HOLDFAST_OBSERVER`` names, or an observer that does nothing if it is not set."""
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()
@@ -108,7 +108,7 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program started this process without the rehearsal's variable."""
+    """Raise StateError if a rehearsed program started this process without passing on its DRILL variable."""
     parent, folder, prefix = os.getppid(), b"", f"{DRILL}=".encode()
     while parent > 1 and DRILL not in os.environ and not folder:
         try:

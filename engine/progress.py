@@ -1,4 +1,4 @@
-"""The protocol through which a program receives the progress of a long call, and shares of that progress."""
+"""The protocol with which a program receives the progress of a long-running call, and shares of that progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .forks import Lock
 
 
 class Progress(Protocol):
-    """Receives the progress of a long call in bytes. Methods are called often, and concurrently by several threads.
+    """Receives the progress, in bytes, of a long-running call. Methods are called often, by several threads at once.
 
     An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by the
     full number of expected bytes.
@@ -29,10 +29,10 @@ class Progress(Protocol):
     """
 
     def expect(self, nbytes: int) -> None:
-        """Add to the number of bytes that the call will process; called before it does, possibly several times."""
+        """Increase the number of bytes to process; called before they are processed, possibly several times."""
 
     def advance(self, nbytes: int) -> None:
-        """Add to the number of bytes that the call has processed."""
+        """Increase the number of processed bytes."""
 
 
 class _Null:
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` in a call's progress, for work counted in other units; on exit, all bytes are reported."""
+    """A share of ``nbytes`` bytes in a call's progress, for work in other units; a successful exit reports the rest."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress
@@ -57,12 +57,12 @@ class Share:
         self._lock = Lock()
 
     def expect(self, units: int) -> None:
-        """Add to the number of units to process."""
+        """Increase the number of units to process."""
         with self._lock:
             self._units += units
 
     def advance(self, units: int) -> None:
-        """Add to the number of processed units."""
+        """Increase the number of processed units."""
         with self._lock:
             self._done = min(self._done + units, self._units)
             self._report(self._nbytes * self._done // max(1, self._units))

@@ -56,8 +56,8 @@ class ResumableLoader(LoaderPosition):
             )
         self._most = batches_per_epoch
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
-        self._turn = 0  # changes when a new loop starts or a state is set
-        self._reported = 0  # value of the turn at the last reported step
+        self._turn = 0  # counter that changes when a loop starts or a state is set
+        self._reported = 0  # value of _turn at the last reported step
         self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
@@ -77,7 +77,7 @@ class ResumableLoader(LoaderPosition):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._restored and self._asked:  # the previous loop took no batch, because zip ended first
+        if self._restored and self._asked:  # the previous loop took no batch, for example because zip ended first
             self._take_up()
             self._move(self.epoch + 1, 0)
         self._asked = True
@@ -85,7 +85,7 @@ class ResumableLoader(LoaderPosition):
 
     def _loop(self) -> Iterator[Any]:
         if self._batches is not None:
-            self._move(self.epoch + 1, 0)  # the previous loop has ended early, but its generator is not closed
+            self._move(self.epoch + 1, 0)  # the previous loop ended early, but its generator has not been closed
         self._turn += 1
         turn, given = self._turn, False
         try:
@@ -129,7 +129,7 @@ class ResumableLoader(LoaderPosition):
         return self._beginning()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position: the next ``for`` yields the remaining batches of its epoch."""
+        """Move to a saved position, so that the next ``for`` yields the remaining batches of its epoch."""
         if TAKEN not in state:
             raise StateError(
                 f"the state of a resumable loader has the epoch and the batches taken, and this one has "
@@ -194,8 +194,8 @@ def resumable(
     batch, none remain, and the program continues with the code after the inner loop. A ``for`` after a ``break`` begins
     a new epoch. After the callback has stopped the run, the loader yields no batches, and no steps are saved.
 
-    A resume draws the earlier batches of the epoch again, as :func:`skip_to` does, whose documentation lists the values
-    on which the order of an epoch may depend. However, the program must call ``set_epoch`` itself, before the ``for``.
+    A resume draws the earlier batches of the epoch again, as with :func:`skip_to`, whose documentation lists the values
+    that the order may depend on. However, the program must call ``set_epoch`` itself, before the ``for``.
     In a program with several processes, each process has its own position.
 
     Args:
@@ -205,9 +205,9 @@ def resumable(
             None continues to the end of the loader.
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
-        redraw: ``"batches"`` loads the earlier batches of the epoch in a resume. ``"indices"`` only advances the
-            sampler of a ``DataLoader``, without loading or comparing batches. This declares that each item depends
-            only on its index, because neither the dataset nor its workers draw random numbers.
+        redraw: With ``"batches"``, a resume loads the earlier batches of the epoch again. With ``"indices"``, it only
+            advances the sampler of a ``DataLoader``, without loading or comparing batches. Each item may then depend
+            only on its index: neither the dataset nor its workers may draw random numbers.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of completed epochs, ``batch`` is the number of batches taken

@@ -51,7 +51,7 @@ def is_stateful(obj: object) -> bool:
 
 
 def is_stream(obj: object) -> bool:
-    """Return whether each process needs its own state, as generators and data positions do, but schedulers do not."""
+    """Return whether an object has its own state in each process, as a data position does, but a scheduler does not."""
     methods = _methods(adapted(obj))
     if methods is None:
         return is_generator(obj) or _writes_files(obj)
@@ -145,7 +145,7 @@ def _methods(obj: object) -> tuple[str, str] | None:
     return None
 
 
-# ---- actors of Ray
+# ---- Ray actors
 
 
 _STILL_WAITING = 20.0  # seconds until the first log message about an unresponsive actor; doubled each time
@@ -154,7 +154,7 @@ _STILL_WAITING = 20.0  # seconds until the first log message about an unresponsi
 class ActorState:
     """Gets and sets the state of a Ray actor through its methods; created by :func:`adapted`."""
 
-    __remote__ = True  # marks the state as remote, because the states of several actors are requested concurrently
+    __remote__ = True  # marks the state as remote, so that the states of several actors are requested concurrently
 
     def __init__(self, handle: Any, methods: tuple[str, str]) -> None:
         self._handle = handle
@@ -215,7 +215,7 @@ def _writes_files(obj: object) -> bool:
 
 
 def _takes_one(method: object) -> bool:
-    """Return whether a method takes one argument, such as a path; other iterators' ``save`` returns the state."""
+    """Return whether a method accepts one argument, such as a path; in other iterators, ``save`` returns the state."""
     if not callable(method):
         return False
     try:
@@ -258,7 +258,7 @@ def _restore_files(obj: Any, state: Any) -> None:
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
-_FINISHED = "_iterator_finished"  # key in a loader's state that is true if its next iterator begins an epoch
+_FINISHED = "_iterator_finished"  # key in a loader's state, true if the next iterator begins an epoch
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
@@ -283,7 +283,7 @@ class _LoaderState(dict[str, Any]):
 
 
 def _state_of_loader(loader: Any) -> Any:
-    """Return the states of a loader and its generators; torchdata does not save the seeds that epochs draw."""
+    """Return the states of a loader and of its generators, because torchdata does not save the seeds of epochs."""
     if isinstance(restored := loader.next_iter_state, _LoaderState):
         restored.has_reported = True
         return restored.saved

@@ -6,7 +6,7 @@ exists. The steps that share a prefix form a *series*: a manager uses the series
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
 - within a series, it is the highest step, because clocks differ and jump;
-- across series, it is the most recently committed of these steps, because step numbers of series are not comparable.
+- across series, it is the most recently committed of these steps, because series number their steps independently.
 
 Another program, such as an evaluator, may add metrics to a step during the run. Each call adds a file
 ``metrics/<step>.<token>.json`` to the directory, and does not change files of the run. The file identifies the
@@ -83,7 +83,7 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
 
 
 class LateMetrics:
-    """A cache of the metrics added to the steps of a directory, whose files never change and are read only once."""
+    """A cache of the metrics added to a directory's steps. Metrics files never change, so each is read only once."""
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
@@ -164,7 +164,7 @@ def _names(directory: Location) -> list[str]:
             return []
 
 
-@cache  # because the folder is listed at every save, but one warning is enough
+@cache  # the folder is listed at every save, but one warning is enough
 def _warn_of_file(url: str) -> None:
     _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", url)
 
@@ -203,7 +203,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often to read data before it counts as damaged, because a network may corrupt a single response."""
+    """Return how many times to read data before treating it as damaged; a network may corrupt a single response."""
     return 3 if location.is_remote else 1
 
 
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield the step folders, committed or not; names with leading zeros require the run's marker or ``padded``."""
+    """Yield the step folders, committed or not; accept leading zeros only with the run's marker or ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by the rules of this module, or None; damaged steps count as latest unless ``whole``."""
+    """Return the newest step by this module's rules, or None; unless ``whole``, damaged steps count as the latest."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)
@@ -423,8 +423,8 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # TensorStore may take a proxy's response for a missing S3 object. The step may also have been deleted after
-            # the snapshot was taken.
+            # TensorStore may mistake a proxy's response for a missing S3 object. Alternatively, the step may have been
+            # deleted after the snapshot was taken.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(

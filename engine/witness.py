@@ -2,8 +2,8 @@
 
 If the batch, random generators, metrics, state and counters agree, the resume is exact, regardless of the program's
 objects. A record is taken at the save itself (k = 0), at reports 1, 2, 4, 8, ... after it, and at the next save.
-Records are stored in ``witness.jsonl`` in the step's folder, and this file is not listed in the commit record. A file
-that is missing, damaged or of another version is not an error.
+Records are stored in ``witness.jsonl`` in the step's folder, and this file is not listed in the commit record. It is
+not an error if the file is missing or damaged, or was written by another version.
 
 The layers ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and ``counters`` decide
 whether a resume is exact. Opaque positions and the structure and attributes of objects only help to explain why not.
@@ -64,7 +64,7 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Records the steps of a run by sampling leaves, which it chooses at the start and again at some of the saves."""
+    """Records the steps of a run by sampling leaves, which are chosen at the start and again at some of the saves."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
         self._names = names  # names of the leaves that a resumed run compares until its next save
@@ -78,7 +78,7 @@ class Recorder:
         """Begin the record of a step (k = 0 for a save), reusing samples of ``same``, another record of the step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
-        # The first steps of a run create leaves, such as optimizer state; later ones rarely do.
+        # The first steps of a run create leaves, such as optimizer state; later steps rarely do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
@@ -160,7 +160,7 @@ class RecordFile:
                     self._flush(self._file, wait=False)
 
     def commit(self, folder: Location, checkpoint: str) -> None:
-        """Write the existing records after the step was committed."""
+        """Write the existing records once the step has been committed."""
         with self._lock:
             if self._file is None:
                 first, self._file = self._waiting[0], folder / self._name
@@ -170,7 +170,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records when the next step is saved or the run ends; an object in a store is replaced."""
+        """Write the remaining records at the next save or the end of the run; in an object store, replace the file."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -178,7 +178,7 @@ class RecordFile:
     def _flush(self, file: Location, *, wait: bool) -> None:
         """Write records in order, ignoring storage errors because the checkpoint does not depend on this file."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
-            with contextlib.suppress(RuntimeError):  # the computation on the device failed
+            with contextlib.suppress(RuntimeError):  # raised if a computation on the device failed
                 lines = [*self._lines, _line(self._waiting.pop(0).finish())]
                 if sum(map(len, lines)) + len(lines) <= LIMIT:
                     self._lines = lines
@@ -195,7 +195,7 @@ class RecordFile:
 
 @dataclass
 class Pending:
-    """A record whose samples may not have arrived from a device."""
+    """A record whose samples may not have arrived from a device yet."""
 
     record: Record
     names: tuple[str, ...]
@@ -295,7 +295,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, without machine metrics, and the names that differ."""
+    """Return the names that both records have in a layer, except machine metrics, and those whose values differ."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Entries that consist of a digest and a value are compared by their digests.
@@ -322,7 +322,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that differ now, with their saved and current values and whether they keep changing."""
-    # An attribute that the first steps set once, such as a cache, may be missing, but not one that keeps changing.
+    # An attribute that the first steps set once, such as a cache, may be missing, unlike one that keeps changing.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -351,7 +351,7 @@ def is_time(name: str) -> bool:
 
 
 def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> dict[str, Any]:
-    """Return gradients by leaf name: those of trained leaves, or all of them if there is no optimizer."""
+    """Return the gradients of the trained leaves by name, or those of all leaves if there is no optimizer."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}

@@ -1,7 +1,7 @@
 """Restores the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
-All iterators that such a dataset creates in an epoch start at its last loaded state. A resume therefore passes it a
-state that only its next iterator uses. A dataset is recognised by its class name, without importing ``datasets``.
+All iterators that such a dataset creates in an epoch start from the state that it loaded last. A resume therefore loads
+a state that only the next iterator uses. A dataset is recognised by its class name, without importing ``datasets``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return the state to load, which only the next iterator of a dataset uses; for other sources, it is unchanged."""
+    """Return a state that only the next iterator of a dataset uses, or the given state for other sources."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):
@@ -78,7 +78,7 @@ def _streamed(source: Any) -> Any | None:
 
 
 def _epochs_of(state: Any) -> Iterator[int]:
-    """Yield the epoch in a dataset state, or in the state of each loader worker, where all epochs are equal."""
+    """Yield the epoch in a dataset state, or the equal epochs in the states of a loader's workers."""
     if isinstance(state, dict):
         if state.keys() == {_STREAM, "epoch"}:
             yield state["epoch"]

@@ -1,4 +1,4 @@
-"""A checkpoint callback for ``model.fit`` of Keras 3 with the torch and jax backends."""
+"""A checkpoint callback for ``model.fit`` in Keras 3 with the torch and jax backends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 
 
 class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
-    """A Keras callback that saves the model and optimizer in ``model.fit``, resumes them, and stops on SIGTERM.
+    """A Keras callback that saves and restores the model and optimizer in ``model.fit``, and stops it on SIGTERM.
 
     ::
 
@@ -87,7 +87,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     @property
     def initial_epoch(self) -> int:
-        """The number of finished epochs in the checkpoint or 0, to be passed to ``fit(initial_epoch=...)``."""
+        """The number of finished epochs in the checkpoint, or 0 without one; pass it to ``fit(initial_epoch=...)``."""
         checkpoint = self._loop.peek()
         return 0 if checkpoint is None else int(checkpoint.extras[_POSITION]["epoch"])
 

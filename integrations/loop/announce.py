@@ -1,4 +1,4 @@
-"""Messages that every user of a run should see: how it starts and ends, and which steps are lost."""
+"""Messages that every user of a run should see: how the run starts and ends, and which steps are lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Ending:
             self.saved = event.get("step")
 
     def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
-        """Stop tracking; if ``shown``, announce which steps an exception has lost."""
+        """Stop tracking; if ``shown``, announce which steps were lost because of an exception."""
         if _open.get(self.directory) is self:
             del _open[self.directory]
         if error is not None and shown:
@@ -73,7 +73,7 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs with an open callback, by directory; they hold no references to states
+_open: dict[str, Ending] = {}  # runs with an open callback, by directory, without references to states
 os.register_at_fork(after_in_child=_open.clear)
 
 

@@ -144,8 +144,8 @@ class CheckpointCallback:
 
     SIGTERM only sets a flag. The next ``on_step`` saves the step and waits until its files are durable. After at most
     ``witness_steps_after_signal`` further steps, ``on_step`` asks the loop to stop, after which the program should call
-    ``sys.exit(checkpoint.exit_status)`` to inform the scheduler. Leaving the ``with`` block saves the last step unless
-    it is already saved, waits for the files and closes the callback. If an exception ends the block, a save in progress
+    ``sys.exit(checkpoint.exit_status)`` to inform the scheduler. Leaving the ``with`` block saves the last step if it
+    has not been saved, waits for the files and closes the callback. If an exception ends the block, a save in progress
     is completed, but the last step is not saved. Worker processes that are started after the callback was created
     survive a signal to the whole job.
 
@@ -326,7 +326,7 @@ class CheckpointCallback:
     def preempted(self) -> bool:
         """True if one of the signals has arrived.
 
-        It is cheap enough for evaluation loops, where reading it also shows a supervisor that the program is alive.
+        Evaluation loops can read this often, because it is cheap and shows a supervisor that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
         return self._preemption.received
@@ -462,7 +462,7 @@ class CheckpointCallback:
             saved state. Arrays are numpy arrays, or torch tensors if they were saved as such and torch is imported.
 
         Raises:
-            CheckpointNotFoundError: ``resume`` selects a step that does not exist, or is ``"must"`` and there is none.
+            CheckpointNotFoundError: ``resume`` selects a missing step, or is ``"must"`` and there are no checkpoints.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
         self._has_peeked = True
@@ -493,7 +493,7 @@ class CheckpointCallback:
             batch: The batch of the step, which the witness compares after a resume. It is not saved, unless an extra of
                 this name was passed to ``restore_or_initialize``.
             epoch: The epoch number, which is treated like ``batch``.
-            **extras: All extras that were passed to ``restore_or_initialize``, and optionally further ones.
+            **extras: All extras that were passed to ``restore_or_initialize``, and, optionally, further extras.
 
         Returns:
             The outcome: whether the step was saved, why, and whether to leave the loop now.
@@ -562,7 +562,7 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, self.should_stop)
 
     def close(self) -> None:
-        """Save the last step unless it is already saved, wait for all saves, and close; done by the ``with`` block.
+        """Save the last step if it has not been saved, wait for all saves, and close, as the ``with`` block does.
 
         Raises:
             SaveFailedError: A background save failed.
@@ -576,7 +576,7 @@ class CheckpointCallback:
         orderly = False
         try:
             try:
-                # With an AgreedStop, it is possible that only this process has received a signal after the last step.
+                # With an AgreedStop, ignore a late signal, because only this process may have received it.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
                 saves = (self._options.save_at_end or preempted) and self._witness.error is None
                 if saver is not None and not saver.is_saved and saves:
@@ -685,7 +685,7 @@ class CheckpointCallback:
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Append the global generators to the extras, because restoring the other extras may draw from them."""
+        """Return the extras with the global generators last, because restoring other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
     def _begin_steps(self, saver: StepSaver, start: Start) -> None:

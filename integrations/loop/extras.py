@@ -30,7 +30,7 @@ GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return the tree to save for an extra, which is a snapshot if the extra is a stateful object."""
+    """Return the tree to save for an extra; for a stateful object, the tree is a snapshot."""
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -59,12 +59,12 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extras that are templates as trees, which determine the types and shardings of restored values."""
+    """Return the template extras as trees, which determine the types and shardings of the restored values."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
 def is_template(extra: Any) -> bool:
-    """Return whether the passed extra is the template for its restore."""
+    """Return whether an extra is the template with which its saved value is restored."""
     # Stateful objects and plain data are restored as saved, because their structure may change (a list may grow).
     return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 

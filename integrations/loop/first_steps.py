@@ -120,7 +120,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, start: Start, *, grows: bool) -> None:
-        """Sample the state before the first step; with ``grows``, its structure may differ from a fresh state."""
+        """Sample the state before the first step; with ``grows``, its structure may differ from a fresh state's."""
         state = start.state
         self._is_compared = start.is_known and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(start.extras, state)]
@@ -187,7 +187,7 @@ class FirstSteps:
                 "param_groups" in part or _addresses(part.values()) & _addresses(_live(torch.nn.Parameter))
             ):
                 raise StateError(_STATE_DICT % (path or "the state"))
-        if missing := self._ways.ended(state):  # the leaves may have moved to other containers or wrappers
+        if missing := self._ways.ended(state):  # some leaves may only have moved to other containers or wrappers
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
             filled = tuple(f"{path}." for path in self._adapter.empty)  # dicts that were empty in the fresh state
             left = {f"{path}." for path in empty_dicts(state)} | {name for name in names if name.startswith(filled)}
@@ -197,7 +197,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report counts one step more than the second, but equally many updates."""
+        """Return whether the first report adds one step more than the second, but the same number of updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -233,7 +233,7 @@ def cause_in_state(seen: Seen | None) -> str:
 
 
 def cause_in_sums() -> str:
-    """Return why sums of gradients over processes may differ at the first step after a start, or an empty text."""
+    """Return why sums of gradients over processes may differ at the first step after a start, or an empty string."""
     torch: Any = loaded("torch")
     if torch is None or not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 2):
         return ""
@@ -242,20 +242,20 @@ def cause_in_sums() -> str:
 
 
 def shardings_of(root: Any) -> dict[str, tuple[Any, int]]:
-    """Return the sharding and the number of axes of each array of jax in the witness's view of a state, by name."""
+    """Return the sharding and number of axes of each jax array that the witness samples in a state, by name."""
     ways = Ways(root, _SAMPLED)
     leaves = zip(ways.names, ways.follow(root), strict=True)
     return {name: (leaf.sharding, leaf.ndim) for name, leaf in leaves if is_jax_array(leaf)}
 
 
 def cause_in_shardings(before: Mapping[str, tuple[Any, int]], root: Any) -> str:
-    """Return why the first step after a start may round in another way than others, or an empty text."""
+    """Return why the first step after a start may round differently from later steps, or an empty string."""
     now = shardings_of(root)
     both = {name: (before[name][0], *now[name]) for name in before.keys() & now.keys()}
     moved = [
         name.removeprefix(f"{STATE}.")
         for name, (old, new, ndim) in sorted(both.items())
-        # An array on one device is as good as copies on all of them.
+        # Replicated arrays are equivalent, regardless of the number of devices.
         if not (old.is_fully_replicated and new.is_fully_replicated) and not old.is_equivalent_to(new, ndim)
     ]
     return _DIVIDED % shortened(moved, 3) if moved else ""
@@ -274,7 +274,7 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn about an optimizer that has changed leaves, given by address, if neither it nor its state is saved."""
+    """Warn if an optimizer has changed leaves (``changed``, by address), but neither it nor its state is saved."""
     torch: Any = loaded("torch")
     shown = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer)]
     saved = [optimizer for optimizer in shown if optimizer.state]
@@ -301,7 +301,7 @@ def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
 
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
-    """Return whether an extra may hold the data position, because of its name, its state or an integer in it."""
+    """Return whether an extra may hold the data position, judging by its name, its state or an integer in it."""
     extras = {name: extra for name, extra in extras.items() if not _is_unread(extra)}
     for name, extra in extras.items():
         if name in ("epoch", GLOBAL_GENERATORS) or is_generator(extra) or is_versioned(extra):
@@ -314,7 +314,7 @@ def _has_place(extras: Mapping[str, Any]) -> bool:
 
 
 def _live(*classes: type) -> list[Any]:
-    """Return all live instances of classes and their subclasses in a single pass over all objects."""
+    """Return all live instances of the classes and their subclasses, in a single pass over all objects."""
     wanted = [*classes]
     for cls in wanted:
         wanted += cls.__subclasses__()
@@ -331,7 +331,7 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has not yielded a batch, because the loop may read another."""
+    """Return whether an extra is a holdfast loader that has not yielded a batch, so the loop may read another."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
@@ -343,7 +343,7 @@ def _mark(value: Any) -> Any:
 
 
 def _kind(leaf: Any) -> type | None:
-    """Return float for an array of floats, int for a single integer, and None for other leaves or lazy parameters."""
+    """Return float for an array of floats, int for a single integer, and None for other leaves and lazy parameters."""
     torch: Any = loaded("torch")
     if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
         return None

@@ -121,7 +121,7 @@ def _abstract(init: Any) -> Any:
         except TypeError:
             if nnx is None:
                 raise
-            return nnx.eval_shape(init)  # before flax 0.12, nnx modules are not jax pytrees
+            return nnx.eval_shape(init)  # before flax 0.12, nnx modules were not jax pytrees
         if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
             return state
         return nnx.eval_shape(init)  # preserves variables shared by several modules
@@ -144,7 +144,7 @@ def _sharded(init: Any, like: Any) -> Any:
     return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))
 
 
-# ---- hyperparameters in a state, and the choice between those of the program and the saved ones
+# ---- hyperparameters in a state, and the choice between the program's values and the saved values
 #
 # The options of torch optimizers, such as learning rates, and the values that ``optax.inject_hyperparams`` stores are
 # part of a state, so a restore replaces them. A value that a schedule controls does not count as a difference, but the
@@ -156,7 +156,7 @@ _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
 
 class Hyperparameters:
-    """The initial values of a run's hyperparameters: those that the program has set, until a resume settles others."""
+    """The initial values of a run's hyperparameters: the program's values, unless a resume has chosen others."""
 
     def __init__(
         self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
@@ -173,10 +173,10 @@ class Hyperparameters:
     def settle(
         self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters; log differences not made by the run itself."""
+        """Return the restored state with the chosen hyperparameters; log differences that the run has not caused."""
         is_mine = counting == "program"
         began = {} if is_mine else began
-        self._options = list(_options(state, extras))  # a restore replaces the groups
+        self._options = list(_options(state, extras))  # collected again, because a restore replaces the groups
         pairs = {name: (self._values.get(name, saved), saved) for name, saved in self._now(state).items()}
         differing = {
             name: (mine, saved)
@@ -219,7 +219,7 @@ class Hyperparameters:
         return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the initial values of the hyperparameters that have different values in a state."""
+        """Return the initial values of the hyperparameters whose values have changed in a state."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {
             name: start
@@ -236,7 +236,7 @@ class Hyperparameters:
 
 
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return the paths and instances of a ``torch.optim`` class in a state and extras."""
+    """Return the instances of a ``torch.optim`` class in a state and extras, each with its path."""
     torch: Any = loaded("torch")
     objects = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
     return [(name, value) for name, value in objects if isinstance(value, operator.attrgetter(kind)(torch.optim))]

@@ -1,4 +1,4 @@
-"""Adapters for live objects that are restored in place: torch modules and optimizers, object graphs, components.
+"""Adapters for live objects that are restored in place: torch modules and optimizers, object graphs and components.
 
 A framework is imported only if the state contains objects of that framework.
 """
@@ -207,7 +207,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load the weights of each torch module in the tree from its path in `source`, or else from `source` itself."""
+        """Load the weights of each torch module from its path in `source` if that exists, or from `source` itself."""
         from ..components import modules_of
 
         modules = modules_of(state)
@@ -223,7 +223,7 @@ class ComponentAdapter(StateAdapter):
 
 
 class VersionCounters:
-    """Detects changes of live torch tensors by their version counters, which only miss changes via ``tensor.data``."""
+    """Detects changes of live torch tensors by version counters, which miss only changes through ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
@@ -265,7 +265,7 @@ class VersionCounters:
             self._gradient = weakref.ref(gradient), gradient._version
 
     def new_gradients(self) -> list[str]:
-        """Return the names of parameters with gradients that are new at the last step; this may wait for a device."""
+        """Return the names of parameters whose gradients are new at the last step; this may wait for a device."""
         tensors = self._tensors.items() if self._has_new_gradient else ()
         leaves = [(name, tensor.grad) for name, tensor in tensors if tensor.is_leaf]
         return [name for name, gradient in leaves if gradient is not None and _is_usable(gradient)]
@@ -321,7 +321,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the live objects in a state and all values inside them, each with its first path; none without torch."""
+    """Yield the live objects in a state and all values inside them, each with its first path, if torch is loaded."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         queue = [root]

@@ -35,7 +35,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class PreemptionSignal:
-    """A flag that is set by signals, which lets a loop save before the process ends.
+    """A flag that signals set, so that a loop can save before the process ends.
 
     Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag,
     because nothing else is safe in the middle of a step, and then calls the previous handler. Handlers can only be
@@ -104,13 +104,13 @@ class PreemptionSignal:
 
     def hand_on(self) -> None:
         """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # A handler that was installed later stays in place, and would call this one, which is no longer active.
+        # Do not raise the signal if a later handler is installed, because it would call this inactive handler.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:
-        """Return the seconds that remain of the grace period since the signal, with a reserve of 10 %."""
+        """Return the number of seconds left in the grace period, less a reserve of 10 %."""
         if grace is None:
             return WITHOUT_GRACE
         return max(0.0, 0.9 * (seconds(grace) - self.age))
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # A callable handler may call the handler that it replaced, which cannot be detected.
+            # A callable handler may call the handler that it replaced, which cannot be detected, so do not warn.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; if a later handler calls this one, it then only calls the previous handler."""
+        """Restore the previous handlers. From then on, calls from a later handler are only passed on to them."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -225,7 +225,7 @@ class PreemptionSignal:
 
 
 def grace_check(grace: float) -> Callable[[Event], None]:
-    """Return an event listener that warns about saves that exceed the grace period."""
+    """Return an event listener that warns about saves that take longer than the grace period."""
     text = (
         "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed before "
         "its last step is durable. Save more often, ask the scheduler for more time, or save less"
@@ -239,7 +239,7 @@ class _JaxAgreement:
     # JAX agrees only once per connection, on the largest number that any process has passed plus one, and returns True
     # only for that number. The numbers therefore count the calls since the connection was made, over all runs: step
     # numbers would be far above the agreed number after a resume, and below it in a second run of the same process.
-    # When the point is reached, it stays reached, because JAX does not report later signals.
+    # Once the point is reached, it stays reached, because JAX does not report later signals.
 
     def __init__(self) -> None:
         self._connection: Any = None
@@ -351,7 +351,7 @@ class _Worker:
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # Block the signals in the new thread, where they would not interrupt a wait of the main thread.
+            # Block the signals in the new thread, because signals sent to it would not interrupt a waiting main thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             # Do not use threading.Thread, because the interrupted code may hold a lock that threading needs.
             _thread.start_new_thread(self._end_with_parent, ())

@@ -1,4 +1,4 @@
-"""The rules of the ``resume=`` option, and the restore of the newest intact checkpoint."""
+"""Implements the ``resume=`` option and restores the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
-# Path components that differ at each start of a program: timestamps of Hydra and version counters of loggers.
+# Path components that differ at each start of a program: Hydra's timestamps and the version counters of loggers.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
 _MOST_NEIGHBOURS = 20  # maximum number of directories to search
 
@@ -55,7 +55,7 @@ _CHANGED = (
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, including damaged ones, and the manager's newest step, even a host-local one."""
+    """Return the steps in a directory, including damaged ones, and the manager's newest step, even if host-local."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
@@ -222,7 +222,7 @@ def _saved_extras(
         shares = per_process.trees
     elif per_process is not None or manager.processes.alone:
         return {**common, **(per_process or {})}, []
-    else:  # a single process has saved its own extras with the common ones
+    else:  # a single process saved its own extras together with the common ones
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
@@ -268,7 +268,7 @@ def _saved_extras(
 
 
 def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
-    """Return the state of a generator if there are several processes and it is identical in all of them, else None."""
+    """Return a generator's state if several processes have saved it and all states are equal, or None otherwise."""
     if name == GLOBAL_GENERATORS:  # ignore idle generators, which may be unseeded
         states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
     return states[0] if len(states) > 1 and all(same_state(state, states[0]) for state in states) else None

@@ -44,7 +44,7 @@ class Start:
     state: Any
     extras: Mapping[str, Any]
     offset: int  # number of updates in a state minus its step number
-    is_known: bool = True  # False if the loop has taken steps before it reported one
+    is_known: bool = True  # False if the loop took steps before its first report
 
 
 class StateAdapter:
@@ -53,12 +53,12 @@ class StateAdapter:
     # Texts for error messages: the states that can take weights, their modules, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
-    empty: Collection[str] = ()  # paths of dicts that are empty in the initial state, whose entries may come and go
+    empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; their entries may change
     is_live = False  # whether states have live objects or torch tensors, whose gradients earlier versions saved
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
-        self._fresh: Any = None  # the description of the initial state, or None before that
+        self._fresh: Any = None  # description of the initial state; None before note_fresh
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""

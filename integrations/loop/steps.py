@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # seconds per step above which snapshots of the positions cause a warning
-_SAMPLES = 3  # consecutive slow steps before the warning, which reports the fastest because the machine may be busy
+_SLOW = 1e-3  # time in seconds per step above which taking snapshots causes a warning
+_SAMPLES = 3  # number of consecutive slow steps that cause the warning, which reports the fastest of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Thread time excludes delays by other threads, but also the time of actors, so these need wall-clock time.
+            # Thread time excludes delays by other threads, but also the work of actors, which needs wall-clock time.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -138,7 +138,7 @@ class Positions:
             )
 
     def tree_of(self, name: str, extra: Any) -> Any:
-        """Return the tree to save for an extra, from its snapshot if there is one."""
+        """Return the tree to save for an extra, using its snapshot if there is one."""
         if name not in self.taken:
             return tree_of(extra)
         taken = self.taken[name]
@@ -191,7 +191,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state; with ``grows``, its structure may differ from a fresh state."""
+        """Start watching the state; with ``grows``, its structure may differ from a fresh state's."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
@@ -364,6 +364,6 @@ def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
     for _, value in located({**metrics}, lambda metric: hasattr(metric, "copy_to_host_async")):
-        with contextlib.suppress(RuntimeError):  # reading the value raises it again
+        with contextlib.suppress(RuntimeError):  # reading the value raises the error again
             value.copy_to_host_async()  # start all copies before waiting for the first
     return plain_metrics(metrics, omitted=omitted)

@@ -23,9 +23,9 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption if grace_secs is unknown
+_WITHOUT_GRACE = 2.0  # time in seconds for the steps after a preemption if grace_secs is not set
 _INTERVAL = 0.1  # polling interval of the store in seconds
-_REQUESTS = 1000  # maximum number of store requests per second over all processes
+_REQUESTS = 1000  # maximum number of store requests per second across all processes
 _PATIENCE = 60.0  # timeout in seconds for answers of other processes, which are due within one batch
 
 _Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)
@@ -50,12 +50,12 @@ class StepsAfterSignal:
         self._last = now
 
     def finish_saves(self) -> None:
-        """Wait until all saves are durable, and for as long as time permits until the mirror has them as well."""
+        """Wait until all saves are durable and, as long as time permits, until the mirror has copies of them."""
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def begin(self, left_in_epoch: int | None) -> bool:
-        """Return whether further steps follow; they must fit in a quarter of the grace period and the current epoch."""
+        """Return whether to run further steps, which must fit in a quarter of the grace period and in this epoch."""
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -108,7 +108,7 @@ class AgreedStop(Stop):
 
     # A thread of each process polls the store for a signal. After a signal, every process reports its progress and
     # waits at its current point, and all processes then stop at the first point that none has passed. Without a signal,
-    # a point only costs a lock, but no message.
+    # a point costs a lock, but no messages.
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and inform processes that look for a point later that this process has ended training."""
+        """Stop the thread, and inform processes that have yet to agree on a point that this one has ended training."""
         self._ended.set()
         if not orderly or self._thread is None:
             return

@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast")
 
 
 class TreeAdapter(StateAdapter):
-    """Saves pytrees, and nnx objects that are the whole state or in dicts, lists and tuples."""
+    """Saves pytrees, as well as nnx objects, either as the whole state or nested in dicts, lists and tuples."""
 
     needs, modules = "a state with params, or one module of nnx", "modules of nnx"
 
@@ -123,7 +123,7 @@ def is_stream(value: object) -> bool:
 
 
 def to_tree(state: Any) -> Any:
-    """Convert nnx objects in a state to nested dicts of variables, with shared variables in the first object only."""
+    """Convert nnx objects in a state to nested dicts of variables, with shared variables only in the first object."""
     objects = _objects(state)
     if not objects:
         return state
@@ -226,7 +226,7 @@ def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
     return tree
 
 
-# ---- partial restores, which match leaves by path, even if a chain of optimizers has grown
+# ---- partial restores, which match leaves by path, even if an optimizer chain has grown
 
 
 _Node = tuple[str, TreeDef | None]  # name and definition of a container, or name and None for a leaf
@@ -240,7 +240,7 @@ class FittingHandler(PyTreeCheckpointHandler):
         self._misfits = misfits
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Restore the tree, or only the leaves that fit if it differs from the template."""
+        """Restore the tree or, if it differs from the template, only the leaves that fit."""
         try:
             return super().restore(directory, item, files=files, **kwargs)
         except TreeMismatchError:

@@ -39,7 +39,7 @@ from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shar
 logger = logging.getLogger("holdfast")
 
 _SAVES = 5  # number of earlier saves that may be in progress, in the directory and on local storage
-_LAST = 4  # number of step reports after a save until one line summarizes the comparison
+_LAST = 4  # number of step reports after which one line summarizes the comparison
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class Witness:
         self._recorder: Recorder | None = None
         self._k = 0  # number of step reports since the last save
         self._mark: Any = None  # the epochs at the last report
-        self._last: Pending | None = None  # the record of the latest step report, if it was recorded
-        self._files: list[RecordFile] = []  # of the last save, and before it, of saves whose files may be incomplete
+        self._last: Pending | None = None  # the record of the latest reported step; None if it was not recorded
+        self._files: list[RecordFile] = []  # possibly incomplete files of earlier saves, then the file of the last save
         self._records = Records()  # records of the step from which the run has resumed
         self._resumed: int | None = None
-        self._waiting: list[Pending] = []  # records that have not been compared yet
-        self._shardings: Mapping[str, tuple[Any, int]] = {}  # of the restored arrays of jax
+        self._waiting: list[Pending] = []  # records that have yet to be compared
+        self._shardings: Mapping[str, tuple[Any, int]] = {}  # shardings of the restored jax arrays
         self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
         self._compares = False  # whether steps are being compared after a resume
         self._has_said = True  # whether the summary of the comparison has been logged
@@ -132,7 +132,7 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
-        """Start observing a run; compare a resumed one with the record of its step, unless ``why_not`` is a reason."""
+        """Start observing a run; compare a resumed run with its step's record unless ``why_not`` gives a reason."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -184,7 +184,7 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # A step that differs from before the stop must not be added to the records of the restored checkpoint.
+        # A step that differs from the same step before the stop must not become a record of the restored checkpoint.
         if self._files and (self.proof.exact is not False or self._files[-1].step != self._resumed):
             self._files[-1].add(self._last)
         return self._last
@@ -226,7 +226,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """Log an exception of the witness or code that it calls, and disable the witness, but let training continue."""
+        """Log exceptions of the witness and of code that it calls, disable the witness, and let training continue."""
         try:
             yield
         except Exception as error:
@@ -244,7 +244,7 @@ class Witness:
         if self._processes.index or " x " in devices:
             # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
             # before each step, differed at the save, and do not matter unless the next steps differ as well. Arrays on
-            # several devices are sampled on one of them, and may be divided in another way until the first step.
+            # several devices are sampled on one of them, and may be sharded differently until the first step.
             differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)
@@ -286,7 +286,7 @@ class Witness:
             self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
-        """Return the relative difference if it can be caused by rounding on another processor, otherwise None."""
+        """Return the relative difference if it can be caused by rounding on another processor, or None otherwise."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
         devices = str(self._records.key.get("devices") or "cpu")  # no devices if all arrays are numpy arrays

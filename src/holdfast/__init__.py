@@ -60,7 +60,7 @@ def _instead_of(name):
 
 
 class _PeerModules:
-    """A module finder that adds hints to import errors, since ``import holdfast.v1`` does not call ``__getattr__``."""
+    """A module finder that adds import error hints, because ``import holdfast.v1`` does not call ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):

@@ -39,7 +39,7 @@ def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_sh
         sharding_tree: A `jax.sharding.Sharding` for all jax arrays, or a pytree of shardings with the structure of the
             target. A sharding in place of a container applies to all leaves below it, and keys may be omitted.
             Leaves without a sharding get the target's sharding.
-        set_global_shape: Whether to require the target's shapes; otherwise arrays keep the shapes that were saved.
+        set_global_shape: Whether to require the target's shapes; otherwise, arrays keep their saved shapes.
 
     Returns:
         A pytree with the structure of the target, whose leaves are :class:`~holdfast.RestoreArgs`, or
