@@ -107,7 +107,7 @@ def is_left_archive(location: Location) -> bool:
         return False
     try:
         return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # it has been removed, or is larger than any holdfast archive
+    except (ObjectNotFoundError, DamagedCheckpointError):  # the object is gone, or is larger than any holdfast archive
         return False
 
 
@@ -170,7 +170,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        # Another user's directory cannot be removed, but also marks the deletion.
+        # A directory that belongs to another user cannot be removed, but it also marks the deletion.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
     try:  # hold the lock, so that no save starts during the removal
@@ -217,7 +217,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
     # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if this
-    # is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
+    # cannot be determined. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -244,7 +244,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # deleted since, or of an unsupported version
+    except (CheckpointNotFoundError, FormatVersionError):  # deleted in the meantime, or of an unsupported version
         return False
     except DamagedCheckpointError:  # keep the data, so that the user can inspect it
         if tells and PARTIAL in names:  # without locks, the save may still be running

@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Broadcast per-leaf arguments to a list. The input is one for all leaves, or a tree prefix that may omit keys."""
+    """Broadcast per-leaf arguments to a list. ``given`` is one argument, or a tree prefix that may omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)

@@ -235,7 +235,7 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future reports the files that it has written, or else None."""
+    """Complete a save; return its files if every future reports the files that it wrote; otherwise, return None."""
     records: dict[str, FileRecord] = {}
     are_known = bool(futures)
     for future in futures or ():

@@ -66,7 +66,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         type_handler_registry: Handlers for leaves of user-defined types; None uses the default registry, to which
             ``register_type_handler`` adds handlers.
         aggregate_handler: The handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None uses msgpack.
-        pinned_bytes: The maximum bytes of pinned host memory for snapshots of GPU arrays. This memory is reused, and
+        pinned_bytes: The maximum pinned host memory, in bytes, for snapshots of GPU arrays. This memory is reused, and
             GPUs copy to it while the program continues. Saves block until arrays that do not fit have been copied.
             None uses half of the machine's memory, divided by the number of its processes; 0 disables pinned memory.
         use_ocdbt: Must be true, because arrays are always stored in an OCDBT database. The argument exists only for
@@ -245,8 +245,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             entries: Templates for some entries of a saved dictionary, which may lack these entries. Other entries
                 are restored without a template.
             source: A tree saved by another library, which is read instead of the tree in the folder.
-            shared: Shared reads of all processes, from a manager, so that data needed by several is read only once.
-            cast: Whether to cast leaves of another dtype of the same kind to the template's dtype, as for
+            shared: The manager's shared reads, so that data needed by several processes is read only once.
+            cast: Whether to cast leaves to the template's dtype if their dtype differs but is of the same kind, as for
                 :func:`~holdfast.load`.
             subset: Whether to omit leaves that the template lacks, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
@@ -410,7 +410,7 @@ class _PreparedTree(PreparedFiles):
         self._external = external
 
     def estimate_bytes(self) -> int | None:
-        return None if self._external.notes else super().estimate_bytes()  # their handlers may need a path
+        return None if self._external.notes else super().estimate_bytes()  # type handlers may need a path
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:

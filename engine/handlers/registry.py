@@ -286,7 +286,7 @@ def restore_external(
 def _explained(
     handler: TypeHandler, method: str, leaves: Sequence[tuple[str, str]], folder: Location | None = None
 ) -> Iterator[None]:
-    """Annotate errors from a user-defined handler method with the leaves and the folder that it processes."""
+    """Annotate errors from a user-defined handler method with the leaves and the folder that the method processes."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
 """Transfer files between the hosts of a program, each of which serves a folder and stores files sent by other hosts.
 
-A server listens on its host's address. Every message is a frame, which consists of the lengths of its JSON head and
-its body, the crc32c of both, the head and the body. The server checks lengths before it allocates memory, requires the
+A server listens on its host's address. Every message is a frame: the lengths of its JSON head and its body, the crc32c
+of both, and then the head and the body themselves. The server checks lengths before it allocates memory, requires the
 program's token at the start of a connection, rejects paths outside the folder, and limits all waiting times.
 """
 
@@ -280,7 +280,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return this host's address on the route to another host, or if None, to the internet; send no packets."""
+    """Return this host's address on the route to another host (None: to the internet), without sending packets."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, preferring newer ones; if too few have the metric, also newest others."""
+    """Keeps the ``n`` best steps by a metric, preferring newer ones, and the newest others if too few have it."""
 
     n: int
     metric: Metric

@@ -27,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """If the block fails, immediately report to the other processes that this one takes no part in the save."""
+    """If the block fails, immediately report to the other processes that this one cannot take part in the save."""
     try:
         yield
     except BaseException as error:
