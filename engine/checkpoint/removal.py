@@ -299,7 +299,7 @@ def sweep_stray(location: Location, listed: Collection[str], record: CheckpointR
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))
-    # A save that replaces the checkpoint writes its marker before its archives, and its record before it ends.
+    # A save writes its marker before its archives, and its record before it ends, so check both again.
     if archives and not {PARTIAL, DELETED} & names_in(location):
         for name in archives - folders_of(read_record(location)):
             (location / name).remove()

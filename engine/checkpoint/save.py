@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes, which write their shares and pass fragments to process 0, in files if large."""
+    """The role of all other processes, which write shares and pass fragments to process 0, large ones in files."""
 
     location: Location
     items: Sequence[str]

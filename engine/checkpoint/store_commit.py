@@ -22,7 +22,7 @@ WRITING                       the marker and objects, and any old record with it
 WRITING, without a marker     archives                                             the same, or a sweep of the run
 RECORDED                      either of the above, or the new record               as above, or as for COMMITTED
 COMMITTED, during clean-up    the new record, old objects, and any marker          the next save, or a sweep
-late requests of a dead save  folders with the token of the save                   the next sweep, by the listing
+late requests of a dead save  folders with the token of the save                   the next sweep, from a listing
 ============================  ===================================================  ================================
 """
 

@@ -1,4 +1,4 @@
-"""The handler protocol, by which a handler writes one kind of object into a folder and reads it back.
+"""The protocol by which a handler writes one kind of object into a folder and reads it back.
 
 A handler need not deal with atomicity or threads, because a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls the handler and commits the written files.
@@ -34,7 +34,7 @@ class SaveFuture(Protocol):
     """A deferred part of a save, which can be completed on another thread."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Complete this part; return the written files (``Files``) if the handler knows them, or any other value."""
+        """Complete this part. Return the written files (``Files``) if they are known; other values are ignored."""
         ...
 
 

@@ -126,7 +126,7 @@ def own_share(
     process: int | None = None,
     is_empty: Callable[[Share], bool] = lambda _: False,
 ) -> Share:
-    """Return the tree of this process or of ``process``; warn if the process count differs and the tree is not empty."""
+    """Return the tree of this process or ``process``; warn if the process count changed, unless the tree is empty."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):

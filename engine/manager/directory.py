@@ -329,7 +329,7 @@ class RunDirectory(StepIndex):
                 return
             try:
                 marked = lock.take_over()
-            except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager
+            except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager may be running
                 _logger.warning("%s: not swept: %s", location, error)
                 if isinstance(error, StoragePermissionError):
                     self._unswept.add(location)
@@ -410,7 +410,7 @@ class RunDirectory(StepIndex):
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Move aside a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
-        # The folder is kept because it may become readable again, and a link's target is not part of the run.
+        # Do not delete the folder, which may become readable again, or a link's target, which is not part of the run.
         error, folder = self._indexed(step).error, self.step_location(step)
         # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()

@@ -123,7 +123,7 @@ class StepIndex:
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
-                if now and now.record and before.error and before.record and not forget:  # damaged data
+                if now and now.record and before.error and before.record and not forget:  # the data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
             self._strays -= index.keys()
@@ -168,7 +168,7 @@ class StepIndex:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as seen by retention rules, in ascending order."""
-        if (infos := self._infos) is not None:  # fast path: called at every step, with rare changes
+        if (infos := self._infos) is not None:  # fast path, because every step calls this and changes are rare
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)

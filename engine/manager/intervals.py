@@ -197,7 +197,7 @@ class Experience:
 
     @property
     def cost(self) -> float | None:
-        """The median training time that recent saves cost, in seconds; None before the first save.
+        """The median cost of recent saves, in seconds of training time; None before the first save.
 
         The cost of a save is how long the loop waits for it, excluding the wait for the previous save, plus the time
         that steps lose while the save is written.

@@ -139,7 +139,7 @@ class _Program:
 
     hosts: Sequence[_Host]
     run: str | None  # name of the folder with the run's local steps; None while the run's directory is new
-    path_digest: str  # digest of the path of the run's directory, which is the suffix of the folder's name
+    path_digest: str  # digest of the run directory's path, used as the suffix of the folder's name
     token: str
     attempt: str  # random text that identifies this attempt of the program
     branches: tuple[LocalBranch, ...]  # the history at the start, which determines which local steps are valid
@@ -161,7 +161,7 @@ class LocalHosts:
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
         self._elsewhere: dict[int, str] = {}  # on process 0, why steps that may belong to another run are not used
-        self.unused: dict[int, str] = {}  # the reason for each step that is not used, such as missing files
+        self.unused: dict[int, str] = {}  # for each step that is not used, the reason, such as missing files
         self.program: _Program
         try:
             self._open(options)
@@ -338,13 +338,13 @@ class LocalHosts:
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)
-        newest = max(self._run.steps(), default=-1)  # an equal step may be an older version of the directory's
+        newest = max(self._run.steps(), default=-1)  # a local step with the same number may be outdated
         whole = next((w for w in counting if (w.step > newest if step is None else w.step == step)), None)
         document = whole and {"folder": whole.folder, "record": whole.record.to_document(), "holders": whole.holders}
         return {"whole": document, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again after hosts have found damaged files in a folder, without these files; called on process 0."""
+        """Choose again after hosts have found damaged files in a folder, ignoring these files; called on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]

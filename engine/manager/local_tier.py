@@ -2,7 +2,7 @@
 
 The files of a local step are distributed over the hosts. In the run's folder, ``<url>/<run>``, each host stores the
 files of its own processes in ``own/<folder>``, and copies of other hosts' files in ``copies/<folder>``. Process 0
-merges the index as in any save, so the index and the commit record are on its host and on the hosts with its copies.
+merges the index as in any save, so the index and the commit record are on its host and the hosts that keep copies.
 After all files and copies have been written, process 0 writes the commit record, and older steps are removed. At the
 next start, `local_steps` finds the newest step.
 """

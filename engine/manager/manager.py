@@ -190,7 +190,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step according to ``best_fn`` (None if no step has its metric), or else the newest step."""
+        """Return the best step by ``best_fn`` (None if none has the metric), or the newest step without ``best_fn``."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -643,7 +643,7 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Register a listener that is called after each commit, also of local steps, on the committing thread."""
+    """Register a listener that the committing thread calls after each commit, including commits of local steps."""
     manager._run.committed = listener
 
 

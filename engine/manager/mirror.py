@@ -77,7 +77,7 @@ class MirrorStatus:
 
 
 class _Phase(Enum):
-    """The progress of the mirroring, which starts with the thread."""
+    """The phases of mirroring, from the start of the thread."""
 
     FOLLOWING = auto()  # steps are copied when they are due
     FINISHING = auto()  # the run is ending, so its newest step is copied even if it is not due
@@ -299,7 +299,7 @@ class RunMirror(StepPlace):
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
-        elif self._thread is None:  # the manager has not saved
+        elif self._thread is None:  # the manager has only read steps
             self._end()
         elif self._phase is not _Phase.STOPPED:
             deadline = time.monotonic() + limit
@@ -393,7 +393,7 @@ class RunMirror(StepPlace):
             return self._phase is not _Phase.FOLLOWING
 
     def _changed(self) -> None:
-        """Wake all waiting threads; pause the current copy during a save, and cancel it if it is obsolete."""
+        """Wake all waiting threads; slow down the current copy during a save, and cancel an obsolete copy."""
         with self._wake:
             self._wake.notify_all()
             if (copying := self._copying) is not None:
@@ -409,7 +409,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # first, because a deleted step that has been saved again must be copied
+            self._delete_covered(far)  # before any copy, because a deleted step may have been saved again
             self._follow(far)
             if (record := self._next(far)) is None:
                 break

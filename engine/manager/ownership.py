@@ -5,7 +5,7 @@ owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object 
 new owner writes its token, and the previous owner detects this before it commits.
 
 A run's directory and its mirror share the run's identity, which ``options.json`` stores with the retention rules.
-When a run acquires a directory without an identity, it assigns one.
+When a run acquires a directory without an identity, the run assigns one.
 """
 
 from __future__ import annotations

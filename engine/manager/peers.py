@@ -287,7 +287,7 @@ def own_address(towards: str | None) -> str:
             if target is not None:
                 probe.connect((target, 9))
                 address = str(probe.getsockname()[0])
-        # On process 0's host, its own name often resolves to a loopback address, which other hosts cannot reach.
+        # On process 0's host, the host's own name often resolves to a loopback address, which other hosts cannot reach.
         if not address.startswith("127.") or towards in _LOOPBACK:
             break
     return address

@@ -159,7 +159,7 @@ class StepRestorer:
                 replaced.add(step)
                 steps.insert(0, (step, True))
                 continue
-            if damage.deleted:  # the run that writes to this directory has newer steps
+            if damage.deleted:  # by the run that writes to this directory and has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps

@@ -155,7 +155,7 @@ class Run:
     # ---- other storage tiers
 
     def add_place(self, place: StepPlace) -> None:
-        """Add a storage tier, and fetch its newest step if this is newer than all steps in the directory."""
+        """Add a storage tier, and fetch its newest step if it is newer than all steps in the directory."""
         self.compare_options()
         for step in place.newer_steps():
             if place.fetch(step, False):
