@@ -33,12 +33,12 @@ from .save import commit_protocol
 PIECE_BYTES = 4 << 20  # bytes read, verified and written at a time
 _LEAST_PIECE = 64 << 10
 SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
-SMALL_BYTES = 1 << 20  # maximum bytes of a file that is written in one request
+SMALL_BYTES = 1 << 20  # maximum size in bytes of a file that is written in one request
 _UPLOADS = 4  # maximum number of concurrent uploads if the files are small enough
 BESIDE = 16e6  # bytes per second that a copy may transfer during a save without slowing down the disk
-_IN_MEMORY = 256 << 20  # maximum total bytes of concurrent uploads unless a single file is larger
+_IN_MEMORY = 256 << 20  # maximum total size in bytes of concurrent uploads, unless a single file is larger
 _REMEMBERED = 4  # number of recent copies whose files are remembered
-_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was taken
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was already taken
 
 
 class Transfer:
@@ -63,7 +63,7 @@ class Transfer:
         self._free = 0.0  # the time after which more bytes may be transferred at the normal rate
         self._late = 0.0  # the time after which more bytes may be transferred at the rate ``BESIDE``
         self.gives_way = False
-        self.ended: Exception | None = None  # the first error that ends the copy
+        self.ended: Exception | None = None  # the first error passed to end()
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, without files copied by the store itself
         self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added

@@ -31,7 +31,7 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # maximum bytes of a holdfast archive, which contains at most 256 KiB of arrays
+_ARCHIVE_LIMIT = 4 << 20  # maximum size in bytes of a holdfast archive, which contains at most 256 KiB of arrays
 _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
@@ -55,7 +55,7 @@ class CommitParts:
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace the checkpoint; None means a damaged record."""
+        """Raise an error if a save of this kind must not replace the checkpoint. A damaged ``record`` is None."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
         """Remove the documents derived from a record, before the record is replaced."""
@@ -122,7 +122,7 @@ def deletion_at(location: Location) -> dict[str, Any] | None:
 
 
 def copy_left(location: Location) -> str | None:
-    """Return the fingerprint of the original of an interrupted copy, or None if there is no interrupted copy."""
+    """If a copy was interrupted, return the fingerprint of its original; otherwise, return None."""
     fingerprint = SaveLock(location / PARTIAL).content().get("copies")
     return fingerprint if isinstance(fingerprint, str) else None
 

@@ -41,8 +41,8 @@ from .commit import LocalCommit, PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SMALL = 16 * 1024  # maximum bytes of a fragment sent to process 0 as a message instead of a file
-_LAST_WORD = 10.0  # maximum seconds that process 0 waits for other processes to stop writing before it cleans up
+_SMALL = 16 * 1024  # maximum size in bytes of a fragment sent to process 0 as a message instead of a file
+_LAST_WORD = 10.0  # seconds that process 0 waits for other processes to stop writing before it cleans up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Take the snapshot of an item before the call returns; return the prepared item, which can then be written."""
+        """Take the snapshot of an item before the call returns, and return the prepared item."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}

@@ -241,7 +241,7 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
         details = {**details, "kind": number_kind(dtype)}
     pieces, volatile = leaf.pieces, leaf.volatile
     if storage_dtype(dtype).extra is not None:
-        # Cast only to dtypes that are stored as bytes; all other casts are done chunk by chunk while writing.
+        # Cast here only if the dtype is stored as bytes; all other casts are done chunk by chunk while writing.
         pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
     return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
 

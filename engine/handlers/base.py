@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum bytes of an item packed into one file, so that reading it takes no longer than another request to a store.
+# Maximum size in bytes of an item packed into one file. Reading it takes no longer than another store request.
 SMALL_ITEM = 256 << 10
 
 # Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.

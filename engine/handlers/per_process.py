@@ -31,7 +31,7 @@ from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
-SMALL_SHARE = 16 << 10  # maximum bytes of a zip file that is sent to process 0, which writes it (see `Save`)
+SMALL_SHARE = 16 << 10  # maximum size in bytes of a zip file sent to process 0, which writes it (see `Save`)
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):

@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # newest first, because they are usually hardest to beat
+        for info in reversed(moment.earlier):  # newest first, because newer steps are usually harder to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None

@@ -172,7 +172,7 @@ class ItemSet:
         return items, kwargs
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Map the requested items to their names in a checkpoint, omitting optional items that it lacks."""
+        """Map each requested item to its name in a checkpoint, omitting optional items that the checkpoint lacks."""
         names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}

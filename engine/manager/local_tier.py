@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 _KEPT = 2  # number of local steps to keep
 _BRANCHES = 8  # maximum number of branches in the history, more than the kept steps can span
 _SENDERS = 4  # number of files that a host sends concurrently
-_SILENCE = 60.0  # minimum seconds between two events about local saves
+_SILENCE = 60.0  # minimum time in seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
@@ -51,7 +51,7 @@ class LocalHistory(NamedTuple):
 
 
 class LocalTier(StepPlace):
-    """The local steps of a run; all processes call its methods in the same order."""
+    """The local steps of a run. All processes must call the methods in the same order."""
 
     shown = "the local places of the hosts"
 
@@ -126,7 +126,7 @@ class LocalTier(StepPlace):
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Process a step reported by the program; start a branch if the run went back or saves a step ``again``."""
-        # Reported steps decide when local saves are due, because, unlike restores, they are equal on all processes.
+        # Whether a local save is due depends on reported steps, which, unlike restores, are equal on all processes.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:

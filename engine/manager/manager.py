@@ -558,7 +558,7 @@ class CheckpointManager(ExplainsNames):
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete from the directory; ``everywhere`` makes the other storage tiers apply the tombstone."""
+        """Delete steps from the directory; ``everywhere`` makes the other storage tiers apply the tombstone."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()

@@ -79,8 +79,8 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 def number_of(value: Any) -> int | float | None:
     """Convert a value or one-element array to a plain number; return None if this is impossible."""
     if not isinstance(value, (int, float)):
-        # Accept a one-element array regardless of its shape; `float` would warn about the shape (1,). Errors of
-        # ``item()`` are raised, because a failed computation of the array must not look like a missing metric.
+        # Accept a one-element array regardless of its shape; `float` would warn about the shape (1,). Errors in
+        # ``item()`` propagate, because a failed computation of the array must not look like a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)

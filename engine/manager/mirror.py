@@ -51,7 +51,7 @@ _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
 _FETCH = 86400.0  # seconds for which the other processes wait while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between checks whether the copy can still finish in time
+_LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
 _MARGIN = 1.2  # safety factor for the copy time predicted from the measured rate
 
 
@@ -537,7 +537,7 @@ class RunMirror(StepPlace):
                 self._check_same_run(far)
                 self._writes = True
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:  # without the lock, because this may take long and other threads only read
+            try:  # without the lock, because this may take a while and other threads only read
                 far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
             except BaseException:
                 self._writes = False

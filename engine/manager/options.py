@@ -58,7 +58,7 @@ def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Map options to their descriptions in a class docstring; return an empty dictionary under ``python -OO``."""
+    """Map each option to its description in a class docstring; return an empty dictionary under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)

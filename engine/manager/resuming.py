@@ -130,7 +130,7 @@ class StepRestorer:
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
-        replaced: set[int] = set()  # damaged steps that another storage tier has replaced
+        replaced: set[int] = set()  # damaged steps that were replaced from another storage tier
         steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)

@@ -169,7 +169,7 @@ class Run:
             place.background.join()
 
     def notify(self, point: Point, step: int = -1) -> None:
-        """Notify all storage tiers that the run has reached a point."""
+        """Notify all storage tiers that the run has reached a point in its work."""
         for place in self.places:
             place.reached(point, step)
 
