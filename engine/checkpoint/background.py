@@ -22,7 +22,7 @@ from ..streams import handlers_of
 
 _logger = logging.getLogger("holdfast")
 
-_HEAD_START = 0.005  # maximum seconds that a save's thread waits to let the training loop continue first
+_HEAD_START = 0.005  # maximum time in seconds that a save's thread waits to let the training loop continue
 
 
 class _UnderWay(NamedTuple):

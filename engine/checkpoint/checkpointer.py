@@ -219,7 +219,7 @@ class AsyncCheckpointer(Checkpointer):
     def _start(self, save: Save, path: Place, **ended: Any) -> None:
         try:
             self._save.start(functools.partial(self._complete, save), what=str(as_location(path)), **ended)
-        except BaseException as error:  # an interrupt, or no more threads can be started
+        except BaseException as error:  # an interrupt, or a failure to start a thread
             save.give_up(error)
             raise
 
@@ -281,11 +281,11 @@ class OwnItems:
         self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item that a checkpointer restores, because checkpointers do not name their objects."""
+        """Return the name of the item to restore for a checkpointer, which does not name the object that it saves."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Restore an item; raise OptionError if it was saved by a handler of another kind."""
+        """Restore an item; raise OptionError if a handler of another kind saved it."""
         saved = self.record.items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:

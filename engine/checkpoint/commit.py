@@ -91,7 +91,7 @@ class Phase(Enum):
     """The progress of a save, which determines the files that may be removed if the save is aborted."""
 
     PLANNED = auto()  # nothing has been written
-    BEGUN = auto()  # the directory may exist, but a marker in it belongs to another save
+    BEGUN = auto()  # the directory may exist, but any marker in it belongs to another save
     CLAIMED = auto()  # the marker belongs to this save, but may be incomplete
     WRITING = auto()  # the marker, if there is one, is complete
     WITHDRAWN = auto()  # the record has been removed again, and a deletion marker has been written
@@ -106,7 +106,7 @@ class Guard(Enum):
 
     MARKER = auto()  # the marker alone, so that the later of two saves wins
     CONDITION = auto()  # a marker and a conditional write, which is rejected if another save has written a record
-    ARCHIVES = auto()  # the conditional write without a marker, because archives identify themselves
+    ARCHIVES = auto()  # a conditional write without a marker, because archives identify themselves
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
@@ -164,7 +164,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Write the marker, by which a crashed save is detected, and create folders for items not in ``archives``."""
+        """Write the marker that makes a crashed save detectable, and create folders for items not in ``archives``."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -193,7 +193,7 @@ class PendingCheckpoint(ABC):
         self._lock.release()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Remove the written files; turn a StorageError into a StorageConflictError if another save has taken over."""
+        """Remove the written files; convert a StorageError to a StorageConflictError if another save has taken over."""
         ours = True
         try:
             if self._phase in _REMOVABLE:
@@ -273,7 +273,7 @@ class PendingCheckpoint(ABC):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # as of before this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # the one present before this save
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -302,7 +302,7 @@ class PendingCheckpoint(ABC):
         self._phase = Phase.OVERTAKEN if is_overtaken else Phase.COMMITTED
 
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
-        """Remove the record of a failed commit, or keep the data if this also fails."""
+        """Remove the record of a failed commit; if this also fails, keep the data."""
         if self.location.is_remote and isinstance(error, StorageUnavailableError):
             # A request without a response may still take effect, even after later requests, so keep the data.
             error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if all files of this save exist, and no run that has not seen the record is deleting them."""
+        """Return True if all files of this save exist and are not being deleted by a run that missed the record."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False

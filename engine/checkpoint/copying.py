@@ -2,9 +2,9 @@
 
 Files are copied unchanged, and every byte is verified against the saved checksums. The commit protocol ensures that a
 partial copy is not a checkpoint. The marker of an interrupted copy contains the original's fingerprint, by which the
-next copy recognizes it and skips complete files. A file on disk is complete if its bytes match their checksums. An
-object is complete if it has the right size, because stores never expose partial objects. If a store can copy objects
-itself, files of unchanged arrays are sent only once instead of at every step (`CopiedFiles`).
+next attempt recognizes the copy and skips complete files. A file on disk is complete if its bytes match their
+checksums. An object is complete if it has the right size, because stores never expose partial objects. If a store can
+copy objects itself, files of unchanged arrays are sent only once instead of at every step (`CopiedFiles`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .save import commit_protocol
 PIECE_BYTES = 4 << 20  # bytes read, verified and written at a time
 _LEAST_PIECE = 64 << 10
 SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
-SMALL_BYTES = 1 << 20  # maximum bytes of a file that is written in one request
+SMALL_BYTES = 1 << 20  # maximum size in bytes of a file that is written in one request
 _UPLOADS = 4  # maximum number of concurrent uploads if the files are small enough
 BESIDE = 16e6  # bytes per second that a copy may transfer during a save without slowing down the disk
-_IN_MEMORY = 256 << 20  # maximum total bytes of concurrent uploads unless a single file is larger
+_IN_MEMORY = 256 << 20  # maximum total size in bytes of concurrent uploads, unless a single file is larger
 _REMEMBERED = 4  # number of recent copies whose files are remembered
-_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was taken
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was already taken
 
 
 class Transfer:
-    """The rate limit and the progress of a copy, which other threads may slow down, end or watch.
+    """The rate limit and the progress of a copy, which other threads may slow down, end or monitor.
 
     The threads of the copy together transfer at most ``rate`` bytes per second, and at most ``BESIDE`` while the copy
     gives way to a save.
@@ -63,11 +63,11 @@ class Transfer:
         self._free = 0.0  # the time after which more bytes may be transferred at the normal rate
         self._late = 0.0  # the time after which more bytes may be transferred at the rate ``BESIDE``
         self.gives_way = False
-        self.ended: Exception | None = None  # the first error that ends the copy
+        self.ended: Exception | None = None  # the first error passed to end()
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, without files copied by the store itself
         self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
-        self._measured = 0.0, 0  # seconds in which the copy did not give way, and bytes that arrived in them
+        self._measured = 0.0, 0  # seconds without giving way, and the bytes that arrived during them
         self._since = now(), 0  # time at which the last measurement ended, and bytes that had arrived by then
 
     def give_way(self, yes: bool) -> None:
@@ -197,7 +197,7 @@ def copied_step(
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
     # If the original is damaged, no files are left at the destination; after other errors, the next attempt reuses the
-    # copied files. Earlier copies have sent the files in ``copied``, from which the store itself can copy them.
+    # copied files. The store itself can copy the files in ``copied``, which earlier copies have sent.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     transfer = transfer or Transfer()
@@ -309,7 +309,7 @@ class _Copy(NamedTuple):
                 yield part
                 self.transfer.passed(len(part))
         except Exception as error:
-            self.transfer.end(error)  # for all threads
+            self.transfer.end(error)  # stops all threads
             raise
 
     def _is_there(self, file: _File) -> bool:

@@ -31,7 +31,7 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # maximum bytes of a holdfast archive, which contains at most 256 KiB of arrays
+_ARCHIVE_LIMIT = 4 << 20  # maximum size in bytes of a holdfast archive, which contains at most 256 KiB of arrays
 _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
 
 
@@ -55,7 +55,7 @@ class CommitParts:
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace the checkpoint; None means a damaged record."""
+        """Raise an error if a save of this kind must not replace the checkpoint. A damaged ``record`` is None."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
         """Remove the documents derived from a record, before the record is replaced."""
@@ -107,7 +107,7 @@ def is_left_archive(location: Location) -> bool:
         return False
     try:
         return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # it has been removed, or is larger than any holdfast archive
+    except (ObjectNotFoundError, DamagedCheckpointError):  # the object is gone, or is larger than any holdfast archive
         return False
 
 
@@ -122,7 +122,7 @@ def deletion_at(location: Location) -> dict[str, Any] | None:
 
 
 def copy_left(location: Location) -> str | None:
-    """Return the fingerprint of the original of an interrupted copy, or None if there is no interrupted copy."""
+    """If a copy was interrupted, return the fingerprint of its original; otherwise, return None."""
     fingerprint = SaveLock(location / PARTIAL).content().get("copies")
     return fingerprint if isinstance(fingerprint, str) else None
 
@@ -170,7 +170,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        # Another user's directory cannot be removed, but also marks the deletion.
+        # A directory that belongs to another user cannot be removed, but it also marks the deletion.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
     try:  # hold the lock, so that no save starts during the removal
@@ -217,7 +217,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
     # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if this
-    # is unknown. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
+    # cannot be determined. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -244,7 +244,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
     try:
         record = read_record(location) if RECORD in names else None
-    except (CheckpointNotFoundError, FormatVersionError):  # deleted since, or of an unsupported version
+    except (CheckpointNotFoundError, FormatVersionError):  # deleted in the meantime, or of an unsupported version
         return False
     except DamagedCheckpointError:  # keep the data, so that the user can inspect it
         if tells and PARTIAL in names:  # without locks, the save may still be running
@@ -299,7 +299,7 @@ def sweep_stray(location: Location, listed: Collection[str], record: CheckpointR
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))
-    # A save that replaces the checkpoint writes its marker before its archives, and its record before it ends.
+    # A save writes its marker before its archives, and its record before it ends, so check both again.
     if archives and not {PARTIAL, DELETED} & names_in(location):
         for name in archives - folders_of(read_record(location)):
             (location / name).remove()

@@ -55,12 +55,12 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
 
 
 def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
-    """Return leaf names and digests of the replicated parts, and lines that must be equal on all processes."""
+    """Return the leaf name of each replicated part, a description of each leaf, and the digest of each part."""
     flat = flatten(tree)
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
-    layouts: dict[int, str] = {}  # digests of the lists of parts, each of which many arrays may share
+    layouts: dict[int, str] = {}  # digests of the lists of parts; many arrays may share a list
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)
@@ -80,7 +80,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
-    """Compute the digest of a box that this process holds completely."""
+    """Compute the digest of a region of an array that is complete on this process."""
     for piece in leaf.pieces:
         if box.common(piece.box) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])

@@ -41,8 +41,8 @@ from .commit import LocalCommit, PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SMALL = 16 * 1024  # maximum bytes of a fragment sent to process 0 as a message instead of a file
-_LAST_WORD = 10.0  # maximum seconds that process 0 waits for other processes to stop writing before it cleans up
+_SMALL = 16 * 1024  # maximum size in bytes of a fragment sent to process 0 as a message instead of a file
+_LAST_WORD = 10.0  # seconds that process 0 waits for other processes to stop writing before it cleans up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class SaveReport:
 
 
 class ItemToSave(NamedTuple):
-    """An item of a checkpoint, with its handler, and whether it may be written after the call returns."""
+    """An item to save, its handler, and whether the item may be written after the call returns."""
 
     handler: CheckpointHandler
     value: Any
@@ -94,7 +94,7 @@ class ItemToSave(NamedTuple):
 
 
 class Save:
-    """A save whose snapshot has been taken, and which must still be written and committed::
+    """A save whose snapshot has been taken but that has yet to be written and committed::
 
         with save.completing() as claimed:
             if claimed:
@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Take the snapshot of an item before the call returns; return the prepared item, which can then be written."""
+        """Take the snapshot of an item before the call returns, and return the prepared item."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}
@@ -195,7 +195,7 @@ class Save:
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
         """Pack small items into zip files in memory to avoid object store requests; return them keyed by item name."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # then, all folders already exist
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
@@ -316,7 +316,7 @@ class Primary:
         return record, *nbytes
 
     def give_up(self, error: BaseException) -> None:
-        """Remove the files if all processes stop writing in time, or else leave them for the next run to remove."""
+        """Remove the files if all processes stop writing in time; otherwise, leave them for the next run to remove."""
         if self.rendezvous is None:
             self.pending.abort(error)
             return
@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes, which write their shares and pass fragments to process 0, in files if large."""
+    """The role of all other processes, which write shares and pass fragments to process 0, large ones in files."""
 
     location: Location
     items: Sequence[str]
@@ -385,7 +385,7 @@ class Worker:
         for name, fragment in shares.items():
             if len(fragment) > limit:
                 (folders[name] / f"fragment.{self.rendezvous.index}").write_bytes(fragment, atomic=False)
-        # The message has a JSON line with the sizes of all fragments, and then the fragments that are not in files.
+        # The message is a JSON line with the sizes of all fragments, followed by the fragments that are not in files.
         sizes = json.dumps({name: len(fragment) for name, fragment in shares.items()}).encode()
         sent = b"".join(fragment for fragment in shares.values() if len(fragment) <= limit)
         self.rendezvous.gather("written", sizes + b"\n" + sent, self.timeout)
@@ -467,5 +467,5 @@ def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
         ) from error
     if len(fragment) != sent:
         raise DamagedCheckpointError(f"{file}: process {process} wrote {sent} bytes, found {len(fragment)}")
-    file.remove()  # because the file is not part of the checkpoint
+    file.remove()  # the file is not part of the checkpoint
     return fragment

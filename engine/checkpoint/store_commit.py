@@ -22,7 +22,7 @@ WRITING                       the marker and objects, and any old record with it
 WRITING, without a marker     archives                                             the same, or a sweep of the run
 RECORDED                      either of the above, or the new record               as above, or as for COMMITTED
 COMMITTED, during clean-up    the new record, old objects, and any marker          the next save, or a sweep
-late requests of a dead save  folders with the token of the save                   the next sweep, by the listing
+late requests of a dead save  folders with the token of the save                   the next sweep, from a listing
 ============================  ===================================================  ================================
 """
 
@@ -57,7 +57,7 @@ class StoreCommit(PendingCheckpoint):
         if is_free and type(self._parts) is CommitParts and self._copies is None:
             self._guard = Guard.ARCHIVES  # there are no files that need a marker
         left = [] if is_untouched else self._left_by_copy(items, names)
-        self._leftovers -= {*left}  # because the resumed copy reuses these archives
+        self._leftovers -= {*left}  # the resumed copy reuses these archives
         if not left and PARTIAL in names:
             # These files may belong to a running save that commits before this one, so they are removed later.
             others = {*marked, *(() if self._old is None else self._old.replaced)}
@@ -93,7 +93,7 @@ class StoreCommit(PendingCheckpoint):
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise an error if another run has removed files of this save without a marker; mark leftover archives."""
+        """Raise an error if another run has removed files of this unmarked save; list leftover archives in a marker."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()

@@ -1,4 +1,4 @@
-"""The handler protocol, by which a handler writes one kind of object into a folder and reads it back.
+"""The protocol by which a handler writes one kind of object into a folder and reads it back.
 
 A handler need not deal with atomicity or threads, because a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls the handler and commits the written files.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum bytes of an item packed into one file, so that reading it takes no longer than another request to a store.
+# Maximum size in bytes of an item packed into one file. Reading it takes no longer than another store request.
 SMALL_ITEM = 256 << 10
 
 # Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.
@@ -34,7 +34,7 @@ class SaveFuture(Protocol):
     """A deferred part of a save, which can be completed on another thread."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Complete this part; return the written files (``Files``) if the handler knows them, or any other value."""
+        """Complete this part. Return the written files (``Files``) if they are known; other values are ignored."""
         ...
 
 
@@ -235,7 +235,7 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future reports the files that it has written, or else None."""
+    """Complete a save; return its files if every future reports the files that it wrote; otherwise, return None."""
     records: dict[str, FileRecord] = {}
     are_known = bool(futures)
     for future in futures or ():

@@ -31,15 +31,15 @@ from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
-SMALL_SHARE = 16 << 10  # maximum bytes of a zip file that is sent to process 0, which writes it (see `Save`)
+SMALL_SHARE = 16 << 10  # maximum size in bytes of a zip file sent to process 0, which writes it (see `Save`)
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves one tree for each process, in a folder named after the process, or in a zip file if the tree is small.
 
     Each process restores its own tree. If the number of processes has changed, a warning is logged. With fewer
-    processes, the trees of the last ones are not restored. An additional process has no saved tree, and receives its
-    template, or None without a template, but never the random stream or data position of another process.
+    processes, the trees of the last processes are not restored. An additional process has no saved tree, and receives
+    its template, or None without a template, but never the random stream or data position of another process.
 
     Args:
         handler: The handler that saves and restores the tree of each process; None creates one.
@@ -126,7 +126,7 @@ def own_share(
     process: int | None = None,
     is_empty: Callable[[Share], bool] = lambda _: False,
 ) -> Share:
-    """Return the tree of this process or of ``process``; warn if their number has changed, unless it ``is_empty``."""
+    """Return the tree of this process or ``process``; warn if the process count changed, unless the tree is empty."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):

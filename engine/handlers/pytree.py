@@ -56,7 +56,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves pytrees of arrays of any library, scalars, strings, bytes, and leaves that have a type handler.
+    """Saves pytrees whose leaves are arrays of any library, scalars, strings, bytes, or have a type handler.
 
     Args:
         layout: The sizes of chunks, segments and data files, and the compression of chunks.
@@ -66,7 +66,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         type_handler_registry: Handlers for leaves of user-defined types; None uses the default registry, to which
             ``register_type_handler`` adds handlers.
         aggregate_handler: The handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None uses msgpack.
-        pinned_bytes: The maximum bytes of pinned host memory for snapshots of GPU arrays. This memory is reused, and
+        pinned_bytes: The maximum pinned host memory, in bytes, for snapshots of GPU arrays. This memory is reused, and
             GPUs copy to it while the program continues. Saves block until arrays that do not fit have been copied.
             None uses half of the machine's memory, divided by the number of its processes; 0 disables pinned memory.
         use_ocdbt: Must be true, because arrays are always stored in an OCDBT database. The argument exists only for
@@ -126,13 +126,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Args:
             item: The tree.
             snapshot: Whether to copy mutable arrays. Immutable arrays, such as jax arrays, are referenced instead.
-            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree with one for each leaf or
-                subtree, which may omit keys.
+            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree, which may omit keys, with
+                one for each leaf or subtree.
             layout: The sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written, which allows the snapshot to omit other processes' data.
             reuse: The data files of earlier steps, which are reused for unchanged arrays.
-            fresh: The types of the run's initial state (:func:`fresh_types`), for ``as_saved`` of
-                :meth:`restore`.
+            fresh: The types of the run's initial state (:func:`fresh_types`), for ``as_saved`` of :meth:`restore`.
             **kwargs: Must be empty.
 
         Returns:
@@ -222,20 +221,21 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
         Args:
             directory: The folder of the item.
-            item: The template, which determines containers, array libraries, dtypes and shardings of the result. Leaves
-                that are ``...`` or a bare ``object()`` are restored as saved. The state dict of a torch optimizer that
-                has not taken a step receives the saved values. None returns the saved containers with numpy arrays.
+            item: The template, which determines the containers, array libraries, dtypes and shardings of the result.
+                Leaves that are ``...`` or a bare ``object()`` are restored as saved. The state dict of a torch
+                optimizer that has not taken a step receives the saved values. None returns the saved containers with
+                numpy arrays.
             files: The folder's files, as listed in the commit record.
             restore_args: A :class:`~holdfast.RestoreArgs` for all leaves, or a prefix of the template (without a
-                template, of the saved tree) with one for each leaf or subtree, which may omit keys. These arguments
+                template, of the saved tree), which may omit keys, with one for each leaf or subtree. These arguments
                 take precedence over the template.
             select: Patterns of paths; only matching leaves are read.
             transforms: Transformations from the saved tree to the template's tree, as for
                 :func:`~holdfast.load_transformed`; they require a template.
-            transforms_default_to_original: Whether keys of both trees without a transformation are restored from the
-                saved tree instead of the template.
-            torch_tensors: Whether to restore torch tensors as tensors without a template if the program has imported
-                torch, because ``load_state_dict`` requires tensors. Managers set this.
+            transforms_default_to_original: Whether keys that exist in both trees and have no transformation are
+                restored from the saved tree instead of the template.
+            torch_tensors: Whether a restore without a template returns torch tensors as tensors if the program has
+                imported torch. Managers set this, because ``load_state_dict`` requires tensors.
             as_saved: Whether the template is the initial state of a resuming run. If it has the types of the state with
                 which the run began (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and
                 lists and dictionaries that have grown are restored completely; other types are an error. If the run
@@ -245,8 +245,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             entries: Templates for some entries of a saved dictionary, which may lack these entries. Other entries
                 are restored without a template.
             source: A tree saved by another library, which is read instead of the tree in the folder.
-            shared: Shared reads of all processes, from a manager, so that data needed by several is read only once.
-            cast: Whether to cast leaves of another dtype of the same kind to the template's dtype, as for
+            shared: The manager's shared reads, so that data needed by several processes is read only once.
+            cast: Whether to cast leaves to the template's dtype if their dtype differs but is of the same kind, as for
                 :func:`~holdfast.load`.
             subset: Whether to omit leaves that the template lacks, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
@@ -335,7 +335,7 @@ def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
 
 
 class _LastTree(NamedTuple):
-    """Cached properties of the last tree, for the next tree with the same structure and save options."""
+    """Cached properties of the last tree, to be reused for a tree with the same structure and save options."""
 
     # Layout, process index, process count, and leaf types of the run's initial state.
     key: tuple[Layout, int, int, FreshTypes | None]
@@ -410,7 +410,7 @@ class _PreparedTree(PreparedFiles):
         self._external = external
 
     def estimate_bytes(self) -> int | None:
-        return None if self._external.notes else super().estimate_bytes()  # their handlers may need a path
+        return None if self._external.notes else super().estimate_bytes()  # type handlers may need a path
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:

@@ -1,4 +1,4 @@
-"""Type handlers for leaves of types that holdfast does not support, or that are stored elsewhere."""
+"""Type handlers, for leaves whose type holdfast does not support or that are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ParamInfo:
 
     Attributes:
         name: The leaf's storage name, such as ``params.vocabulary``.
-        facts: JSON values that the handler needs to read the leaf, which are stored in ``tree.json``. Values that are
-            read from a checkpoint must not be trusted.
-        folder: A folder for any number of files of the leaf, which are part of the checkpoint. The folder exists when
-            ``serialize`` is called, and is None before that.
+        facts: JSON values, stored in ``tree.json``, that the handler needs to read the leaf. Values that are read from
+            a checkpoint must not be trusted.
+        folder: A folder in the checkpoint for the leaf's files, of which there may be any number. The folder exists
+            when ``serialize`` is called; before that, this attribute is None.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TypeHandler(abc.ABC):
             names: The storage names of the leaves.
 
         Returns:
-            One :class:`ParamInfo` without a folder for each leaf.
+            One :class:`ParamInfo` for each leaf, without a folder.
         """
         return [ParamInfo(name=name) for name in names]
 
@@ -73,7 +73,7 @@ class TypeHandler(abc.ABC):
             values: The leaves, or snapshots of the leaves.
             infos: The results of :meth:`param_infos`, with folders. The caller makes the files in these folders
                 durable and computes their digests.
-            args: The arguments for each leaf that were passed to ``save``.
+            args: The arguments that were passed to ``save`` for each leaf.
 
         Returns:
             None, or futures whose ``result()`` completes the writing.
@@ -84,8 +84,8 @@ class TypeHandler(abc.ABC):
         """Read leaves. This method may be a coroutine.
 
         Args:
-            infos: The information about each leaf, with folder and facts. The files in the folder match their digests.
-            args: The arguments for each leaf that were passed to ``restore``.
+            infos: The information about each leaf, including its folder and facts. The digests of the files match.
+            args: The arguments that were passed to ``restore`` for each leaf.
 
         Returns:
             The restored leaves.
@@ -286,7 +286,7 @@ def restore_external(
 def _explained(
     handler: TypeHandler, method: str, leaves: Sequence[tuple[str, str]], folder: Location | None = None
 ) -> Iterator[None]:
-    """Annotate errors from a user-defined handler method with the leaves and the folder that it processes."""
+    """Annotate errors from a user-defined handler method with the leaves and the folder that the method processes."""
     try:
         yield
     except Exception as error:

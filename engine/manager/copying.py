@@ -41,7 +41,7 @@ class CopyReport:
         path: The path or URL of the copy.
         step: The checkpoint's step, or None if it was not saved by a manager.
         bytes: The total size of the checkpoint's files in bytes.
-        sent: The bytes that this call transferred, excluding files that already existed or were copied by the store.
+        sent: The number of bytes transferred, excluding files that already existed or that the store copied itself.
     """
 
     source: str
@@ -63,19 +63,19 @@ def copy_checkpoint(
     """Copy a checkpoint, or a run with all its steps, between directories and object stores.
 
     Files are copied unchanged, and every byte is verified against the saved checksums. A copy is committed only after
-    all of its files are durable, so an interrupted call leaves no checkpoint; repeating it transfers only the missing
-    files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with credentials
-    in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is held in memory
-    while it is uploaded, with a peak of three times its size. If several processes call this function, process 0 copies
-    the files while the others wait.
+    all of its files are durable, so an interrupted call leaves no checkpoint, and a repeated call transfers only the
+    missing files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with
+    credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is
+    held in memory while it is uploaded, with a peak of three times its size. If several processes call this function,
+    process 0 copies the files while the others wait.
 
     Args:
         source: The path or URL of a holdfast checkpoint or of a run's directory.
         destination: The path or URL of the copied checkpoint or run. A run's metadata and options are copied with its
             steps; steps that already exist at the destination are not copied again.
-        overwrite: Replace a different checkpoint at the destination.
+        overwrite: Whether to replace a different checkpoint at the destination.
         max_bandwidth: The maximum rate in bytes per second, or as text such as ``"50 MB/s"``; None for no limit.
-        progress: Receives the total size and the progress in bytes, including files that need not be copied again.
+        progress: Receives the total size and the progress, in bytes. Files that need not be copied again are included.
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
 
@@ -85,10 +85,10 @@ def copy_checkpoint(
     Raises:
         CheckpointNotFoundError: The source contains no holdfast checkpoint.
         CheckpointExistsError: The destination contains another checkpoint, or other files.
-        DamagedCheckpointError: The source is damaged; the message names the files. Intact steps of a run are copied.
+        DamagedCheckpointError: The source is damaged; the message names the files. Intact steps are still copied.
         OwnershipError: A run is writing to the destination.
         StorageError: The source cannot be read, or the destination cannot be written.
-        PeerFailedError: The copy failed on process 0. This error is raised on the other processes.
+        PeerFailedError: Raised on the other processes if the copy failed on process 0.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -111,7 +111,7 @@ def copy_checkpoint(
 @dataclass(frozen=True, slots=True)
 class _Copy:
     overwrite: bool
-    rate: float | None  # the maximum in bytes per second
+    rate: float | None  # maximum rate in bytes per second
     progress: Progress
     copied: CopiedFiles = field(default_factory=CopiedFiles)
 
@@ -169,7 +169,7 @@ class _Copy:
                         # The entry's record includes metrics added by other programs.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                    except CheckpointNotFoundError:  # the run has deleted the step since
+                    except CheckpointNotFoundError:  # the run has since deleted the step
                         continue
                     except DamagedCheckpointError as error:
                         damaged.append(f"step {entry.step}: {error}")
@@ -192,7 +192,7 @@ def found_at(location: Location) -> CheckpointRecord | None:
 
 
 def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:
-    """Update the metrics and pin of a copy to match the original, and return the copy's commit record."""
+    """Update a copy's metrics and pinned flag to match the original, and return the copy's commit record."""
     changed = replace(record, metrics=original.metrics, pinned=original.pinned)
     if changed != record:
         location.check_not_link()

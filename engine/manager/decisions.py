@@ -1,8 +1,8 @@
 """Decide when to save, agree on it across processes, and track the steps of an abandoned branch.
 
 Triggers evaluate one :class:`Moment` of a training loop, and :func:`decide` combines them. Most steps require no
-communication, because each process evaluates the triggers that depend only on the step. For other triggers and failed
-saves, the processes follow process 0 at steps chosen by :class:`SyncSchedule`, because time and metrics may differ.
+communication, because each process evaluates the triggers that depend only on the step. Time, metrics and failed saves
+may differ between processes, so the processes follow process 0 at the steps that :class:`SyncSchedule` chooses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # imported lazily because it imports random and decimal, which a listing does not need
+    import statistics  # imported lazily because it loads random and decimal, which listing steps does not need
 
     return statistics.median(values)
 
@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # newest first, because they are usually hardest to beat
+        for info in reversed(moment.earlier):  # newest first, because newer steps are usually harder to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -137,7 +137,7 @@ class Wanted(SavePolicy):
 
 
 def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
-    """Decide to save if any trigger is due, unless the step is saved already; the reason lists all due triggers."""
+    """Decide to save an unsaved step if any trigger is due. The reason lists all triggers that are due."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
     due = [reason for trigger in triggers if (reason := trigger.reason(moment)) is not None]
@@ -148,10 +148,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The schedule of steps at which processes agree on whether to save; it is the same on all processes."""
+    """The steps at which processes agree on whether to save. All processes have the same schedule."""
 
-    # Process 0 predicts from the pace of the loop when the next timed save is due, and schedules the next agreement
-    # halfway to it. After a save triggered by its step alone, processes check its outcome at growing intervals.
+    # Process 0 predicts from the pace of the loop when the next time-based save is due, and schedules the next
+    # agreement halfway to it. After a save that depends only on the step, processes check its outcome ever less often.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -161,7 +161,7 @@ class SyncSchedule:
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        # The step at which to check whether the last save succeeded, and the number of steps until the next check.
+        # The step at which to check whether the last save succeeded, and the number of steps until the following check.
         self._outcome: tuple[int, int] | None = None
         self.answers: Mapping[int, Decision] = {}  # the last agreed decision, keyed by its step
         self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
@@ -181,7 +181,7 @@ class SyncSchedule:
         self._outcome = step + 1, 1
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
-        """Return the step of the next agreement on timed saves; called on process 0."""
+        """Return the step of the next agreement on time-based saves. Called only on process 0."""
         intervals = (trigger.interval_secs for trigger in self._timed)
         interval = min((secs for secs in intervals if secs is not None), default=None)
         if interval is None:
@@ -214,7 +214,7 @@ class StepPace:
         self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
-        """Record the end of a step, with the number of the save in progress, if any."""
+        """Record that a step ended, and the number of the save in progress, if any."""
         last = self._last
         if last is not None and step <= last[0]:
             return
@@ -227,11 +227,11 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return how many seconds the steps lost during a save of this duration; None if there were too few steps."""
+        """Return by how many seconds a save of this duration delayed the steps, or None if there were too few steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed here because the loop would wait for it at the start of a save
+        usual = median(self._usual)  # not computed in save_begins(), because the loop would have to wait for it
         # Durations vary, so steps count as slower only if three in four take longer than the median without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -241,8 +241,8 @@ class StepPace:
 class SaveDecisions:
     """Decides at each step whether to save. Intervals are measured from the start of the last successful save."""
 
-    # The loop may continue while a save is written. If the save fails, intervals are measured from the previous one
-    # again, so the next step is due. Processes may notice this at different steps, so process 0 reports it to all.
+    # The loop may continue while a save is written. If the save fails, intervals are again measured from the previous
+    # one, so the next step is due. Processes may notice the failure at different steps, so process 0 reports it to all.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -285,7 +285,7 @@ class SaveDecisions:
     def decide(
         self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Sequence[StepInfo]
     ) -> Decision:
-        """Return whether a save is due, and the reason; all processes get the same decision."""
+        """Return whether a save is due, and why. The decision is the same on all processes."""
         self._starts_at(step)
         (previous, last), now = self._last, self._clock.monotonic()
         self.pace.step(step, now, self._saves if self._failed is None else None)
@@ -325,7 +325,7 @@ class SaveDecisions:
 class AbandonedSteps:
     """Tracks the steps after the one that a run resumed from, until the run replaces or passes them."""
 
-    # This run has to warn about these steps because a later run cannot tell which steps belong together.
+    # This run has to warn about these steps because a later run cannot determine which branch a step belongs to.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
@@ -336,16 +336,16 @@ class AbandonedSteps:
         self.resumed_from: int | None = None  # the step of the last restore, unless a step has been saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
-        """Record that a step was restored, and the later steps that are abandoned if the run resumes from it."""
+        """Record a restored step and the later steps, which are abandoned if the run resumes from the restored one."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Return whether a save may replace an existing step because it belongs to the abandoned branch."""
+        """Return whether a save may replace an existing step because the step belongs to the abandoned branch."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record that a save starts; warn once about later steps unless it marks them as abandoned (``leaves``)."""
+        """Record the start of a save; warn once about later steps unless the save marks them abandoned (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

@@ -1,4 +1,4 @@
-"""The directory of a run, whose single writer stores metadata and options, and changes and deletes steps."""
+"""The directory of a run, in which a single writer stores metadata and options, and changes or deletes steps."""
 
 from __future__ import annotations
 
@@ -110,19 +110,19 @@ def record_metrics(
 ) -> None:
     """Add metrics to a step from outside its run, for example from a separate evaluation program.
 
-    The run may continue to save, rank and delete steps, because this call changes none of its files. The run reads the
-    metrics before it deletes further steps; ``best_step``, ``metrics`` and ``holdfast ls`` include them at once.
+    This call changes none of the run's files, so the run may continue to save, rank and delete steps. It reads the new
+    metrics before it deletes further steps; ``best_step``, ``metrics`` and ``holdfast ls`` include them immediately.
 
     Args:
         directory: The path or URL of the run's directory.
         step: A committed step.
-        metrics: Numbers, as for a manager's ``save``. They replace the step's metrics of the same name.
+        metrics: Numbers, as for a manager's ``save``. They replace the step's existing metrics of the same name.
         step_prefix: The ``step_prefix`` option of the run, if it has one.
         clock: The clock that timestamps the metrics; later metrics replace earlier ones of the same name.
 
     Raises:
-        CheckpointNotFoundError: The step does not exist, or the run deleted or replaced it during the call; the metrics
-            are then discarded.
+        CheckpointNotFoundError: The step does not exist, or the run deleted or replaced it during the call; in this
+            case, the metrics are discarded.
         DamagedCheckpointError: The step is damaged.
         OptionError: The metrics are not numbers.
 
@@ -177,9 +177,9 @@ class RunDirectory(StepIndex):
         self._copied: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders not swept because their files belong to another user
         self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
-        self._changing = Lock()  # serializes changes of records and deletions of steps
+        self._changing = Lock()  # serializes changes to records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._keeps_tombstones = False  # whether the mirror may still have steps that are deleted here
+        self._keeps_tombstones = False  # whether the mirror may still have steps that have been deleted here
 
     @property
     def identity(self) -> RunIdentity:
@@ -193,7 +193,7 @@ class RunDirectory(StepIndex):
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
-        """Acquire the directory, remove leftovers of interrupted runs, and return the steps of stray folders."""
+        """Acquire the directory, remove leftovers of interrupted runs, and return the step numbers of stray folders."""
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()
@@ -202,7 +202,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self.partial = set()
-        if partial is not None and partial.step is not None:  # leave its interrupted copy for the next attempt
+        if partial is not None and partial.step is not None:  # the next attempt can complete its copy
             interrupted = self.step_location(partial.step)
             if interrupted in folders and copy_left(interrupted) == partial.fingerprint:
                 folders.remove(interrupted)
@@ -220,7 +220,7 @@ class RunDirectory(StepIndex):
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
-        # A directory written by holdfast 0.1 does not record whether a mirror has its steps.
+        # holdfast 0.1 did not record whether a mirror has the steps, so assume that one does.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         entries = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
@@ -242,7 +242,7 @@ class RunDirectory(StepIndex):
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
-        """Return the tombstones once any deletion in progress has ended."""
+        """Wait for any deletion in progress, and return the tombstones."""
         with self._changing:
             return self.tombstones
 
@@ -254,7 +254,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Record before a deletion that no run may restore the step from the mirror, or any existing local step."""
+        """Record, before a deletion, that the mirror's copy of the step and all local steps must not be restored."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -277,7 +277,7 @@ class RunDirectory(StepIndex):
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Store the branches whose local steps may be restored, if the run has local steps and its branches change."""
+        """Store the branches whose local steps may be restored, if the run has local steps and its branches changed."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
@@ -329,22 +329,22 @@ class RunDirectory(StepIndex):
                 return
             try:
                 marked = lock.take_over()
-            except (StorageConflictError, StoragePermissionError) as error:  # possibly from a save without a manager
+            except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager may be running
                 _logger.warning("%s: not swept: %s", location, error)
                 if isinstance(error, StoragePermissionError):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between creating and locking the folder. A newer folder is kept
-                # because another program may be about to fill it. The times are comparable: the file system sets both.
-                with contextlib.suppress(OSError):  # usually because the folder is not empty
+                # An earlier run may have been killed between creating and locking the folder. Keep a newer folder,
+                # which another program may be about to fill. The file system sets both times, so they are comparable.
+                with contextlib.suppress(OSError):  # usually raised because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
         except StorageError as error:
             if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
-            # The marker of a running save is a regular file, so this folder is not in use.
+            # A running save marks its folder with a regular file, so this folder is not in use.
             if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
@@ -380,7 +380,7 @@ class RunDirectory(StepIndex):
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all later steps, intact or damaged, from the last one down; return them in ascending order."""
+        """Delete all later steps, intact or damaged, starting with the last; return them in ascending order."""
         with self._changing:
             self._add_tombstone(step, later=True)
             later = [number for number in self.steps_and_damaged() if number > step]
@@ -399,7 +399,7 @@ class RunDirectory(StepIndex):
                     delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
-                if not is_there:  # a step without a record is deleted, and the next sweep removes its files
+                if not is_there:  # without its record, the step is deleted; the next sweep removes its files
                     self.add(step, None)
                 if is_there or not is_strange(error):
                     raise
@@ -410,7 +410,7 @@ class RunDirectory(StepIndex):
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Move aside a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
-        # Delete neither, because the folder may become readable again and a link's target is not part of the run.
+        # Do not delete the folder, which may become readable again, or a link's target, which is not part of the run.
         error, folder = self._indexed(step).error, self.step_location(step)
         # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()
@@ -448,7 +448,7 @@ class RunDirectory(StepIndex):
         yield from ((step, "being copied to the mirror") for step in tuple(self._copied))
 
     def collect(self) -> None:
-        """Delete the steps that no retention rule keeps. Failures are logged, and retried by the next call."""
+        """Delete the steps that no retention rule keeps. Failed deletions are logged and retried by the next call."""
         if self._options.best_fn is not None or self._options.keep_checkpoints_without_metrics:
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
@@ -461,7 +461,7 @@ class RunDirectory(StepIndex):
         for step, record in given_up.items():
             try:
                 with self._changing:
-                    # If the step has been pinned, given metrics or deleted since, the next call decides again.
+                    # A step that has since been pinned, given metrics or deleted is left to the next call.
                     if self.known_record(step) is record:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:

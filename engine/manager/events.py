@@ -28,12 +28,12 @@ _logger = logging.getLogger("holdfast")
 EVENTS = "events.jsonl"  # name of the events file
 ROTATED = "events.1.jsonl"  # name of the events file after rotation
 _LIMIT = 8 << 20  # size in bytes at which the file is rotated
-_MOST = 8 * _LIMIT  # maximum bytes read from a file
+_MOST = 8 * _LIMIT  # maximum number of bytes read from a file
 _METRICS = 64  # maximum number of metrics in an event
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
 _EARLY = 8  # maximum number of events buffered until the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # token of the process, because PIDs are reused, such as PID 1 in containers
+_PROGRAM = os.urandom(6).hex()  # identifies this process; a PID does not, because PIDs are reused
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -64,8 +64,8 @@ class RunEvents:
         """Register a function that is called with every event, for example to forward events to a logger.
 
         The listener runs on the thread that produces the event; for ``saved``, this is the background thread that
-        writes the checkpoint. If several processes save, only process 0 has events. Errors of the listener are logged,
-        the first one as a warning, and have no other effect.
+        writes the checkpoint. If several processes save, listeners are called only on process 0. Errors of the
+        listener are logged, the first one as a warning, and have no other effect.
 
         Args:
             listener: A function that takes the event as a dictionary.
@@ -97,7 +97,7 @@ class RunEvents:
             self._append(event)
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event; never raise an error."""
+        """Append an event, without ever raising an error."""
         self._has_ended |= event in ("finished", "preempted", "failed")
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
         if self._early is None:
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports the first of each series of saves that take more than ``limit`` seconds."""
+    """Return a listener that reports the first save in each series of saves that take over ``limit`` seconds."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -200,7 +200,7 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the first metrics for an event, omitting long lists, or None if there are no metrics."""
+    """Return at most ``_METRICS`` metrics for an event, excluding long lists, or None if there are none."""
     pairs = (metrics or {}).items()
     short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
     return dict(islice(short, _METRICS)) or None
@@ -218,7 +218,7 @@ def _append(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the events after a byte offset, without an incomplete last line, and the offset of the next read."""
+    """Return the events in the complete lines after a byte offset, and the offset for the next read."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)

@@ -38,16 +38,16 @@ from .places import StepPlace
 from .retention import StepInfo, info_of
 
 OLD_INDEX = "steps.log"  # index of commit records that earlier versions wrote to local directories
-_SHOWN = "Orbax"  # the only library whose steps are listed, because its managers name them as holdfast does
+_SHOWN = "Orbax"  # the only other library whose steps are listed, because it names them as holdfast does
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """One step of the directory, possibly damaged."""
+    """A step in the directory, which may be damaged."""
 
     record: CheckpointRecord | None = None  # None if the record is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
-    info: StepInfo | None = None  # the committed step, as seen by retention rules
+    info: StepInfo | None = None  # the step as seen by retention rules; None if it is damaged
 
 
 _NO_STEP = IndexedStep()
@@ -70,8 +70,8 @@ class StepIndex:
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
-        self._strays: set[int] = set()  # numbers of folders that are named like a step but contain no checkpoint
-        self._folders: dict[int, Location] = {}  # the step folders when the directory was last listed
+        self._strays: set[int] = set()  # step numbers of folders that contain no checkpoint
+        self._folders: dict[int, Location] = {}  # the step folders found in the last directory listing
         self._is_foreign = False  # whether the steps were written by another library
         self._width: int | None = None  # minimum number of digits in new folder names, once known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
@@ -103,7 +103,7 @@ class StepIndex:
         return [entry for entry in entries if entry.location.name.startswith(series)]
 
     def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
-        """Rebuild the index from a directory listing, and return its names; ``forget`` discards known data damage."""
+        """Rebuild the index from a directory listing, and return the listed names. ``forget`` discards known damage."""
         content = self.location.entries() if content is None else content
         entries = list_steps(self.location, self._series, content, late=self._late)
         names = frozenset(entry.name for entry in content)
@@ -125,14 +125,14 @@ class StepIndex:
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
-                if now and now.record and before.error and before.record and not forget:  # its data is damaged
+                if now and now.record and before.error and before.record and not forget:  # the data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
             self._strays -= index.keys()
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Record that a step has been committed or its record replaced; None records a deletion."""
+        """Record that a step has been committed, changed or, if ``record`` is None, deleted."""
         with self._lock:
             late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _committed(step, with_late(record, late)))
@@ -170,7 +170,7 @@ class StepIndex:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as seen by retention rules, in ascending order."""
-        if (infos := self._infos) is not None:  # fast path, because this is called at each step and rarely changes
+        if (infos := self._infos) is not None:  # fast path, because every step calls this and changes are rare
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)
@@ -262,7 +262,7 @@ class StepIndex:
         return self.stored_record(step) if borrowed is None else borrowed[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step in the directory; processes other than 0 may return its summary."""
+        """Return the commit record of a step in the directory; processes other than 0 may have only its summary."""
         if step not in self._index:  # another program may have saved the step since the last listing
             self._update(step)
         indexed = self._indexed(step)

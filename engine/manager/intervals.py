@@ -31,7 +31,7 @@ DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures per day
 _RECENT = 20  # number of recent saves and resumes used for medians
-_NOTABLE = 0.1  # minimum relative change of the interval that is reported
+_NOTABLE = 0.1  # minimum relative change of the interval to report
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
@@ -107,7 +107,7 @@ class Every(SavePolicy, KeepPolicy):
         for info in ordered:
             if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
                 continue
-            # The clock was set back if the time is earlier; the interval is then measured from the new time.
+            # If the time is earlier, the clock was set back, and the interval is measured from the new time.
             kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
             last = info.time
         return kept
@@ -185,7 +185,7 @@ class Experience:
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last attempt that failed, until a later one resumes
+        self._lost: _Start | None = None  # the last failed attempt; None once a later one has resumed
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -197,7 +197,7 @@ class Experience:
 
     @property
     def cost(self) -> float | None:
-        """The median training time that recent saves cost, in seconds; None before the first save.
+        """The median cost of recent saves, in seconds of training time; None before the first save.
 
         The cost of a save is how long the loop waits for it, excluding the wait for the previous save, plus the time
         that steps lose while the save is written.
@@ -206,7 +206,7 @@ class Experience:
 
     @property
     def durable(self) -> float:
-        """The median time from the start of recent saves until they were durable, in seconds."""
+        """The median time from the start of a recent save until it was durable, in seconds."""
         return median(self._totals) if self._totals else 0.0
 
     @property
@@ -300,7 +300,7 @@ class Experience:
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                # A running program may create another manager, such as in a notebook, which is not a failure.
+                # A running program may create another manager, for example in a notebook. This is not a failure.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
@@ -336,9 +336,9 @@ class Experience:
 
 @dataclass
 class LearnedInterval(SavePolicy):
-    """Saves at the interval, learned from events within bounds, that is expected to lose the least training time.
+    """Saves at the interval that is expected to lose the least training time, within bounds, as learned from events.
 
-    The first save is due after the lower bound, because the cost of a save is not known earlier.
+    The first save is due after the lower bound, because the cost of a save is not yet known.
     """
 
     least: float

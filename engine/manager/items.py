@@ -24,7 +24,7 @@ from .retention import newest_with
 
 
 class ItemToRestore(NamedTuple):
-    """An item of a checkpoint to restore: its name there, its handler, its template, and arguments for the handler."""
+    """An item to restore: its name in the checkpoint, its handler, its template, and arguments for the handler."""
 
     saved: str
     handler: CheckpointHandler
@@ -102,14 +102,14 @@ class ItemSet:
         }
 
     def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the handler's save arguments; limit the size of files to upload, which may be held in memory."""
+        """Return the handler's save arguments, with a limited file size if uploads may hold files in memory."""
         if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
             return given
         layout: Layout = given.get("layout") or handler.layout
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Choose which data files a step may share, except those of the newest step and of the one before ``step``."""
+        """Let a step share data files with earlier steps, except the newest step and the last one before ``step``."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -142,14 +142,14 @@ class ItemSet:
             handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
             given = arguments.get(name, {})
             if template is None and type(handler) is PyTreeCheckpointHandler:
-                given = {"torch_tensors": True, **given}  # because `load_state_dict` does not accept numpy arrays
+                given = {"torch_tensors": True, **given}  # `load_state_dict` does not accept numpy arrays
             if shared is not None and handler.shares_reads:
                 given = {**given, "shared": shared}
             wanted[name] = ItemToRestore(saved, handler, template, given)
         return wanted
 
     def as_given(self, values: Mapping[str, Any]) -> Any:
-        """Return the values by item, or the value of a single item, as a caller gives and expects them."""
+        """Return a dictionary of values by item, or only the value if the manager saves a single item."""
         return values if self._several else values.get(ITEM)
 
     def structure(self, stored: StoredItems) -> Any:
@@ -172,7 +172,7 @@ class ItemSet:
         return items, kwargs
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Map the requested items to their names in a checkpoint, omitting optional items that it lacks."""
+        """Map each requested item to its name in a checkpoint, omitting optional items that the checkpoint lacks."""
         names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}

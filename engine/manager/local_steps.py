@@ -1,8 +1,8 @@
 """Find the host-local steps of a run, the hosts that have their files and copies, and the newest complete step.
 
-At the start, a run collects the file lists of all hosts. A step is complete if every file is on some host. Each host
-verifies the checksums of its files of the newest complete step. :class:`~..storage.ScatteredFiles` reads files on this
-host directly, and requests byte ranges of other files from a host that has them. `local_tier` saves local steps.
+At the start, a run collects the file lists of all hosts. A step is complete if every file is on at least one host. Each
+host verifies the checksums of its files in the newest complete step. :class:`~..storage.ScatteredFiles` reads files on
+this host directly, and requests byte ranges of other files from a host that has them. `local_tier` saves local steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COPIES = "copies"  # subfolder for copies of other hosts' files
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return for each host the indices of the ``copies`` other hosts that keep copies of its files."""
+    """For each host, return the indices of the ``copies`` other hosts that keep copies of its files."""
     # The ring alternates between failure domains. Each host sends to the next hosts in other domains, and to hosts in
     # its own domain only if there are too few others.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
@@ -75,11 +75,11 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A complete local step, which has every file on at least one host."""
+    """A complete local step: each file is on at least one host."""
 
     folder: str  # name of the step's folder on every host
     record: CheckpointRecord
-    holders: Mapping[str, Sequence[tuple[int, str]]]  # for each path, the hosts that have the file: (index, subfolder)
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # for each path, the hosts that have it: (index, subfolder)
 
     @property
     def step(self) -> int:
@@ -93,7 +93,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
-    """Combine the hosts' files of a step, or return why the step is incomplete; "" if its save has not ended."""
+    """Combine the files of a step on all hosts, or return why it is incomplete; "" if its save did not finish."""
     here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
     records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
     if not records:
@@ -139,10 +139,10 @@ class _Program:
 
     hosts: Sequence[_Host]
     run: str | None  # name of the folder with the run's local steps; None while the run's directory is new
-    path_digest: str  # suffix of the folder's name: a digest of the path of the run's directory
+    path_digest: str  # digest of the run directory's path, used as the suffix of the folder's name
     token: str
     attempt: str  # random text that identifies this attempt of the program
-    branches: tuple[LocalBranch, ...]  # the history at the start, which determines the valid local steps
+    branches: tuple[LocalBranch, ...]  # the history at the start, which determines which local steps are valid
 
 
 class LocalHosts:
@@ -151,17 +151,17 @@ class LocalHosts:
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}  # connections to the other hosts, by host index
-        self.newest: WholeStep | None = None  # the newest local step if the directory has no newer one
+        self.newest: WholeStep | None = None  # the newest local step, unless the directory has a newer step
         self._run = run
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.space: Location | None = None  # the run's folder on this host; None until it has been made for a save
+        self.space: Location | None = None  # the run's folder on this host; None until the first save creates it
         self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
-        self._elsewhere: dict[int, str] = {}  # on process 0, reasons not to use steps that may belong to another run
-        self.unused: dict[int, str] = {}  # reasons not to use other steps, such as missing files
+        self._elsewhere: dict[int, str] = {}  # on process 0, why steps that may belong to another run are not used
+        self.unused: dict[int, str] = {}  # for each step that is not used, the reason, such as missing files
         self.program: _Program
         try:
             self._open(options)
@@ -236,7 +236,7 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copied directory, or a series with another step_prefix, is another run despite its equal identity.
+        # A copied directory, or a series with another step_prefix, is another run even though its identity is the same.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -274,7 +274,7 @@ class LocalHosts:
         return held
 
     def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
-        """Map local steps under another run identity or directory path to the reasons why they are not used."""
+        """Map each local step stored for a different run identity or directory path to the reason it is not used."""
         unused = {}
         for entry in self.root.entries():
             run, _, path = entry.name.partition(".")
@@ -330,7 +330,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Choose the given step, or if None, the newest one that the directory lacks; also return unused steps."""
+        """Choose the given step, or the newest one that the directory lacks; also return why other steps are unused."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -338,13 +338,13 @@ class LocalHosts:
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)
-        newest = max(self._run.steps(), default=-1)  # the directory may have a newer version of the step
+        newest = max(self._run.steps(), default=-1)  # a local step with the same number may be outdated
         whole = next((w for w in counting if (w.step > newest if step is None else w.step == step)), None)
         document = whole and {"folder": whole.folder, "record": whole.record.to_document(), "holders": whole.holders}
         return {"whole": document, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again, ignoring files in a folder that hosts found damaged; called on process 0."""
+        """Choose again after hosts have found damaged files in a folder, ignoring these files; called on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]
@@ -358,7 +358,7 @@ class LocalHosts:
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
-        """Verify each file of the chosen step on its host, and return the step; if it is damaged, choose another."""
+        """Return the chosen step after all hosts have verified their files; if it is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
@@ -377,10 +377,10 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        self.unused, self.further, self.left = {}, set(), set()  # not cleared, because other threads may iterate
+        self.unused, self.further, self.left = {}, set(), set()  # not cleared: other threads may iterate over them
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Check this host's files with a checksum in the commit record, or all others; return the damaged ones."""
+        """Verify this host's files with a checksum in the commit record, or all others, and return the damaged ones."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
@@ -445,7 +445,7 @@ class LocalHosts:
 
     def make_folder(self, rendezvous: Rendezvous | None) -> None:
         """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
-        # Use the rendezvous of the local save, because processes that have failed earlier have left it.
+        # Use the rendezvous of the local save, which does not wait for processes that have left it after a failure.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:

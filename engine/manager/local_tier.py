@@ -2,7 +2,7 @@
 
 The files of a local step are distributed over the hosts. In the run's folder, ``<url>/<run>``, each host stores the
 files of its own processes in ``own/<folder>``, and copies of other hosts' files in ``copies/<folder>``. Process 0
-merges the index as in any save, so the index and the commit record are on its host and on the hosts with its copies.
+merges the index as in any save, so the index and the commit record are on its host and the hosts that keep copies.
 After all files and copies have been written, process 0 writes the commit record, and older steps are removed. At the
 next start, `local_steps` finds the newest step.
 """
@@ -38,9 +38,9 @@ from .run import Run, failing_together
 _logger = logging.getLogger("holdfast")
 
 _KEPT = 2  # number of local steps to keep
-_BRANCHES = 8  # length of the history, which exceeds the number of branches with kept steps
+_BRANCHES = 8  # maximum number of branches in the history, more than the kept steps can span
 _SENDERS = 4  # number of files that a host sends concurrently
-_SILENCE = 60.0  # minimum seconds between two events about local saves
+_SILENCE = 60.0  # minimum time in seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
@@ -51,7 +51,7 @@ class LocalHistory(NamedTuple):
 
 
 class LocalTier(StepPlace):
-    """The local steps of a run; all processes call its methods in the same order."""
+    """The local steps of a run. All processes must call the methods in the same order."""
 
     shown = "the local places of the hosts"
 
@@ -67,10 +67,10 @@ class LocalTier(StepPlace):
         self._seen: int | None = None  # the last step that the program reported
         self._before: int | None = None  # the step reported before ``_seen``, unless the run has since gone back
         self._newest = -1  # the highest local step in the history
-        # The step of a restore after the first step, which may only be an inspection, and whether it was a local step.
+        # A step restored after the first reported step, perhaps only to inspect it, and whether it was a local step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # error of a save that lost contact with processes, raised by the next
+        self._lost: Exception | None = None  # error of a save that lost contact with processes; the next save raises it
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # number of saves since the last event about saves
@@ -82,8 +82,8 @@ class LocalTier(StepPlace):
         self._continue_after(-1, ())
         self._saving = self._history, self._history  # histories before and after the commit of a save to the directory
         self._noted = 0  # number of the last stored history
-        self._noting = Lock()  # guards the history and the kept steps, which local and directory saves change
-        self._saved: frozenset[int] = frozenset()  # local steps saved by this run, which the next start can read
+        self._noting = Lock()  # guards the history and the kept steps against concurrent local and directory saves
+        self._saved: frozenset[int] = frozenset()  # local steps saved by this run, which the next launch can read
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -126,7 +126,7 @@ class LocalTier(StepPlace):
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Process a step reported by the program; start a branch if the run went back or saves a step ``again``."""
-        # Reported steps decide when local saves are due, because they are equal on all processes, unlike restores.
+        # Whether a local save is due depends on reported steps, which, unlike restores, are equal on all processes.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # the restore was an inspection: after resuming, the reported step would be earlier
+            restored = None  # only an inspection; after resuming, the run would have reported an earlier step
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -155,7 +155,7 @@ class LocalTier(StepPlace):
         self._newest = step
 
     def _read(self, whole: WholeStep) -> None:
-        """Keep a local step, and make it readable for the run."""
+        """Keep a local step, and make it available for restores."""
         self._kept = dict(sorted({**self._kept, whole.folder: whole.step}.items(), key=itemgetter(1)))
         self._steps.borrowed = {**self._steps.borrowed, whole.step: self._hosts.opened(whole)}
 
@@ -205,9 +205,9 @@ class LocalTier(StepPlace):
             self._forget_found()
 
     def note(self, history: LocalHistory) -> None:
-        """Invalidate local steps outside a history by storing it right before a commit; called on process 0."""
+        """Store a history right before a commit, which invalidates all local steps outside it; called on process 0."""
         with self._noting:
-            if history.number >= self._noted:  # equal if the history is stored again after a fetch from the mirror
+            if history.number >= self._noted:  # equal if the same history is stored again after a fetch from the mirror
                 self._steps.note_branches(history.branches)
                 self._noted = history.number
 
@@ -264,7 +264,7 @@ class LocalTier(StepPlace):
         return True
 
     def miss(self, step: int, error: BaseException) -> None:
-        """Report to the other processes immediately that this one has failed and takes no part in a local save."""
+        """Report to the other processes immediately that this one has failed and cannot take part in a local save."""
         if self.due(step):
             leave_save(self._begin(step), error)
 
@@ -378,7 +378,7 @@ class LocalTier(StepPlace):
         return sum(size for _, _, size in work)
 
     def _remove_uncounted(self, newest: str) -> None:
-        """Remove local steps that failed saves and earlier starts have left on this host."""
+        """Remove local steps left on this host by failed saves or by previous launches of the program."""
         for where in (OWN, COPIES):
             for entry in self._hosts.step_folder(newest, where).parent.entries():
                 if entry.name not in self._kept and sequence_of(entry.name) < sequence_of(newest):

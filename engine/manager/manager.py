@@ -147,7 +147,7 @@ class CheckpointManager(ExplainsNames):
         return self._run.fetch_missing(valid_step(step))
 
     def mirror_status(self) -> MirrorStatus | None:
-        """Return the status of the mirror; None without a mirror, and on processes other than 0."""
+        """Return the status of the mirror; None without a mirror or on processes other than process 0."""
         return self._mirror.status() if self._mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
@@ -174,7 +174,7 @@ class CheckpointManager(ExplainsNames):
         """Return the newest committed step, or None. At the start of a run, this may be a host-local step.
 
         Args:
-            item: An item that the step must have, because steps may lack items of ``item_intervals``.
+            item: An item that the step must contain; steps may lack the items of ``item_intervals``.
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
@@ -183,7 +183,7 @@ class CheckpointManager(ExplainsNames):
         return max([*islice(here, 1), *self._steps.borrowed], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step includes an item, so that a loop collects a large item only if needed.
+        """Return whether a save at a step includes an item, so that a loop need not collect a large item in vain.
 
         Args:
             item: The name of the item.
@@ -192,7 +192,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step by ``best_fn``, or None if no step has its metric; without ``best_fn``, the newest."""
+        """Return the best step by ``best_fn`` (None if none has the metric), or the newest step without ``best_fn``."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -376,7 +376,7 @@ class CheckpointManager(ExplainsNames):
     # ---- saving
 
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
-        """Return whether a save is due, and the reason.
+        """Return whether a save is due, and why.
 
         The first step passed to this method is the start of the run. After a failed save, the next step is due.
 
@@ -408,9 +408,9 @@ class CheckpointManager(ExplainsNames):
             step: The number of completed optimizer updates, 0 or more.
             items: The item, or a dictionary of items if the manager has several. Items of ``item_intervals`` are saved
                 if they are due, and may be omitted.
-            metrics: Numbers to store with the checkpoint and by which to rank it, as a dictionary or another container,
-                which may contain dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096
-                numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
+            metrics: Numbers that are stored with the checkpoint and used to rank it, as a dictionary or another
+                container, which may contain dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to
+                4096 numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
             custom_metadata: JSON-serializable information about this step; see :meth:`custom_metadata`.
             force: Save even if no save is due, and atomically replace a checkpoint of the same step. After
                 :meth:`restore` of an older step, later steps are replaced even without ``force``.
@@ -418,14 +418,14 @@ class CheckpointManager(ExplainsNames):
             reason: The reason for the save in the log and the commit record; None uses the triggers' reason.
 
         Returns:
-            True if the step was saved, or if its background save has started. Other files in the step's folder prevent
-            a save.
+            True if the step was saved, or if its background save has started; False if no save is due, or if other
+            files in the step's folder prevent it.
 
         Raises:
             SaveFailedError: The previous background save failed. This step is still saved, unless another process did
                 not respond.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            OptionError: The items are not those of the manager, or ``custom_metadata`` is not JSON-serializable.
+            OptionError: The items do not match the manager's items, or ``custom_metadata`` is not JSON-serializable.
             OwnershipError: Another run writes to this directory.
         """
         self._run.check_writable()
@@ -489,7 +489,7 @@ class CheckpointManager(ExplainsNames):
         return None if self._local is None else self._local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
-        """Add metrics to a step that is saved or being saved, replacing earlier metrics of the same name.
+        """Add metrics to a step that has been or is being saved, replacing earlier metrics of the same name.
 
         A ``read_only`` manager stores the metrics for the active run to read, as ``hf.record_metrics`` does.
 
@@ -515,7 +515,7 @@ class CheckpointManager(ExplainsNames):
         self._pin(step, False)
 
     def _pin(self, step: int, pinned: bool) -> None:
-        with self._saves.apart_from_save_of(step):  # because a save that replaces the step commits a new record
+        with self._saves.apart_from_save_of(step):  # a save that replaces the step commits a new record
             self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
@@ -531,7 +531,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # because saves store the history of local steps
+            self._background.join()  # a save in progress would store an outdated history
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
@@ -560,7 +560,7 @@ class CheckpointManager(ExplainsNames):
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete from the directory; ``everywhere`` makes the other storage tiers apply the tombstone."""
+        """Delete steps from the directory; ``everywhere`` makes the other storage tiers apply the tombstone."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()
@@ -645,7 +645,7 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Register a listener for each commit, including local steps; it is called on the thread that commits."""
+    """Register a listener that the committing thread calls after each commit, including commits of local steps."""
     manager._run.committed = listener
 
 
@@ -670,7 +670,7 @@ def elsewhere(manager: CheckpointManager, step: object) -> str:
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """Report to the other processes immediately if the block, which precedes a save or a local save, fails."""
+    """Run code that precedes a save; if it fails, report this to the other processes immediately."""
     try:
         yield
     except BaseException as error:

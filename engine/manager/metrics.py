@@ -77,10 +77,10 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Convert a value, or an array of one element, to a plain number; return None if this is impossible."""
+    """Convert a value or one-element array to a plain number; return None if this is impossible."""
     if not isinstance(value, (int, float)):
-        # Accept an array of one element regardless of its shape; `float` would warn about the shape (1,). Errors of
-        # ``item()`` are raised, because a failed computation of the array must not look like a missing metric.
+        # Accept a one-element array regardless of its shape; `float` would warn about the shape (1,). Errors in
+        # ``item()`` propagate, because a failed computation of the array must not look like a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the name of a metric, or None if it is a number, and its value, or ``_ABSENT`` if it is missing."""
+    """Return the metric's name if it is not a number (otherwise None), and its value (``_ABSENT`` if missing)."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

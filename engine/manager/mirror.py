@@ -49,9 +49,9 @@ _logger = logging.getLogger("holdfast")
 FIRST_PAUSE = 1.0  # seconds before the first retry after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
-_FETCH = 86400.0  # timeout in seconds of the other processes while process 0 fetches a step
+_FETCH = 86400.0  # seconds for which the other processes wait while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between checks whether the copy can still finish in time
+_LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
 _MARGIN = 1.2  # safety factor for the copy time predicted from the measured rate
 
 
@@ -63,8 +63,8 @@ class MirrorStatus:
         path: The path or URL of the mirror.
         step: The newest intact step in the mirror; None if there is none, or if the mirror has not been reached yet.
         copying: The step that is being copied, or None.
-        bytes_left: The bytes of the run's newest step that the mirror still lacks.
-        bytes_per_second: The rate of the last copy, excluding the time during saves, or None before the first copy.
+        bytes_left: The number of bytes of the run's newest step that the mirror still lacks.
+        bytes_per_second: The rate of the last copy, measured outside of saves, or None before the first copy.
         error: Why the last attempt failed, or None if it succeeded.
     """
 
@@ -77,7 +77,7 @@ class MirrorStatus:
 
 
 class _Phase(Enum):
-    """The progress of the mirroring, which starts with the thread."""
+    """The phases of mirroring, from the start of the thread."""
 
     FOLLOWING = auto()  # steps are copied when they are due
     FINISHING = auto()  # the run is ending, so its newest step is copied even if it is not due
@@ -91,7 +91,7 @@ class _Copying(NamedTuple):
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Raised to end a copy because the run ends, or because its step was deleted, replaced or superseded."""
+    """Raised to end a copy because the run ends, or because the step was deleted, replaced or superseded."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -127,7 +127,7 @@ class RunMirror(StepPlace):
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._writes = False  # whether this run owns the mirror or acquires it, so only the thread may reread it
+        self._writes = False  # whether this run owns or is acquiring the mirror, which only the thread may then reread
         self._looking = Lock(reentrant=True)  # prevents another thread's stale listing from undoing a deletion
         self._thread: Helper | None = None
         self._wake = threading.Condition()  # guards the attributes below
@@ -257,7 +257,7 @@ class RunMirror(StepPlace):
         _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
-        """Apply pending deletions and pins to the mirror on this thread; return whether that succeeded."""
+        """Apply pending deletions and pins to the mirror on this thread; return whether this succeeded."""
         stored = stored_options(self.location)
         if stored is not None:
             self._options = replace(stored, read_only=False, step_prefix=self._options.step_prefix)
@@ -265,7 +265,7 @@ class RunMirror(StepPlace):
             far = self._look()
             if far.steps_and_damaged():
                 of = far.identity.directory
-                if of not in (None, self._run.location.url):  # this directory may be a copy of the mirrored one
+                if of not in (None, self._run.location.url):  # this directory may be a copy of the mirrored directory
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
                 self._delete_covered(far)
@@ -299,7 +299,7 @@ class RunMirror(StepPlace):
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
-        elif self._thread is None:  # the manager has only read
+        elif self._thread is None:  # the manager has only read steps
             self._end()
         elif self._phase is not _Phase.STOPPED:
             deadline = time.monotonic() + limit
@@ -393,7 +393,7 @@ class RunMirror(StepPlace):
             return self._phase is not _Phase.FOLLOWING
 
     def _changed(self) -> None:
-        """Wake all waiting threads; pause the current copy during a save, and cancel it if it is obsolete."""
+        """Wake all waiting threads; slow down the current copy during a save, and cancel an obsolete copy."""
         with self._wake:
             self._wake.notify_all()
             if (copying := self._copying) is not None:
@@ -409,7 +409,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # first, because a deleted step may have been saved again and is then copied
+            self._delete_covered(far)  # before any copy, because a deleted step may have been saved again
             self._follow(far)
             if (record := self._next(far)) is None:
                 break
@@ -420,7 +420,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete from the mirror, last one first, the steps that the run explicitly deleted and has not saved again."""
+        """Delete explicitly deleted steps from the mirror, last one first, unless the run has saved them again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -537,7 +537,7 @@ class RunMirror(StepPlace):
                 self._check_same_run(far)
                 self._writes = True
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:  # without the lock, because this may take long and other threads only read
+            try:  # without the lock, because this may take a while and other threads only read
                 far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
             except BaseException:
                 self._writes = False
@@ -587,7 +587,7 @@ def _step_of(record: CheckpointRecord) -> int:
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)  # because a forked child does not own the mirrors
+os.register_at_fork(after_in_child=_open.clear)  # a forked child does not own the mirrors
 
 
 @atexit.register

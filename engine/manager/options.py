@@ -58,7 +58,7 @@ def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Map options to their descriptions in a class docstring; return an empty dictionary under ``python -OO``."""
+    """Map each option to its description in a class docstring; return an empty dictionary under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
@@ -107,7 +107,7 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
 
 
 def explains_options(taker: F) -> F:
-    """Decorate a class or function to suggest equivalents in its errors about unknown options."""
+    """Decorate a class or function so that its errors about unknown options suggest equivalents."""
     return explains_arguments(taker, refuse_options)
 
 
@@ -116,8 +116,8 @@ def explains_options(taker: F) -> F:
 class Mirror:
     """A second location for a run's steps, which are copied there in the background and fetched back at the start.
 
-    Without an interval, every step is due. If copying is slower than saving, only the newest due step is copied.
-    Without options for what to keep, the run's retention rules apply.
+    Without an interval, every step is due. If copying is slower than saving, only the newest step that is due is
+    copied. Without retention options, the run's retention rules apply.
 
     >>> Mirror("s3://bucket/run", save_interval_steps=1000, max_to_keep=2, max_bandwidth="50 MB/s").max_to_keep
     2
@@ -282,7 +282,7 @@ class CheckpointOptions:
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        """Return the program's own policies for when to save and for what to keep."""
+        """Return the custom policies for when to save and what to keep."""
         return (), ()
 
 
@@ -465,7 +465,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
-        "keep_function": ", ".join(custom) or None,  # only the names, because the policies exist only in the program
+        "keep_function": ", ".join(custom) or None,  # only names, because the policies cannot be stored
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,

@@ -5,7 +5,7 @@ owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object 
 new owner writes its token, and the previous owner detects this before it commits.
 
 A run's directory and its mirror share the run's identity, which ``options.json`` stores with the retention rules.
-When a run acquires a directory without an identity, it assigns one.
+When a run acquires a directory without an identity, the run assigns one.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Ownership:
         self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = os.urandom(16).hex()
         self._lock = FileLock(directory / OWNER)
-        self._process: int | None = None  # PID of the owner, because a forked child does not own the directory
+        self._process: int | None = None  # PID of the owner; recorded because a forked child does not own the directory
         self._lost = False
         self._size: int | None = None  # size in bytes of the owner file that this object has written
-        # Different URLs of the same folder in an object store have equal locations.
+        # A location can be the key in an object store, because different URLs of the same folder have equal locations.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
     @property
@@ -216,7 +216,7 @@ class Tombstone(NamedTuple):
     """Marks a step, or all later steps, as deleted for other storage tiers, until the step is saved again."""
 
     step: int
-    later: bool = False  # whether the tombstone covers the steps after ``step`` instead
+    later: bool = False  # whether the tombstone covers all steps after ``step`` instead
     time: float | None = None  # only covers records saved until this time (seconds since the epoch); None covers all
     fingerprint: str | None = None  # fingerprint of the step's record at that time
 
@@ -230,7 +230,7 @@ class Tombstone(NamedTuple):
 
 class Tombstones(frozenset[Tombstone]):
     def cover(self, step: int, record: CheckpointRecord | None) -> bool:
-        """Return whether a step was deleted; ``record`` is the mirror's record of the step, or None if damaged."""
+        """Return whether a step was deleted; ``record`` is the mirror's record of it, or None if it is damaged."""
         return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
@@ -265,7 +265,7 @@ class RunIdentity:
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by step series
     local: str | None = None  # in the run's directory: the path of the local steps on its hosts
-    # By series, the recent branches of the history that leads to the newest step; other local steps are invalid.
+    # For each series, the recent branches of the history up to the newest step. Local steps outside it are invalid.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:

@@ -1,7 +1,7 @@
 """Transfer files between the hosts of a program, each of which serves a folder and stores files sent by other hosts.
 
-A server listens on its host's address. Every message is a frame, which consists of the lengths of its JSON head and
-its body, the crc32c of both, the head and the body. The server checks lengths before it allocates memory, requires the
+A server listens on its host's address. Every message is a frame: the lengths of its JSON head and its body, the crc32c
+of both, and then the head and the body themselves. The server checks lengths before it allocates memory, requires the
 program's token at the start of a connection, rejects paths outside the folder, and limits all waiting times.
 """
 
@@ -34,13 +34,13 @@ from ..storage import Buffer, DataReader, aligned_empty, open_own
 
 _logger = logging.getLogger("holdfast")
 
-PIECE = 1 << 20  # maximum bytes in the body of a frame
+PIECE = 1 << 20  # maximum size of a frame's body in bytes
 
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
-_HEAD = 64 << 10  # maximum bytes in the head of a frame
+_HEAD = 64 << 10  # maximum size of a frame's head in bytes
 PATIENCE = 30.0  # timeout in seconds for a peer to send or accept the next bytes
 _STRANGERS = 64  # maximum number of unauthenticated connections; further ones have to wait
-_HELLO = 1 << 10  # maximum bytes in the head of the frame with the token
+_HELLO = 1 << 10  # maximum size in bytes of the head of the frame that contains the token
 _IDLE = 300.0  # seconds after which an idle connection is closed
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -280,14 +280,14 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return this host's address on the route to another host, or if None, to the internet; send no packets."""
+    """Return this host's address on the route to another host (None: to the internet), without sending packets."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if target is not None:
                 probe.connect((target, 9))
                 address = str(probe.getsockname()[0])
-        # On process 0's host, its own name often resolves to a loopback address, which other hosts cannot reach.
+        # On process 0's host, the host's own name often resolves to a loopback address, which other hosts cannot reach.
         if not address.startswith("127.") or towards in _LOOPBACK:
             break
     return address

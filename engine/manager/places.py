@@ -10,7 +10,7 @@ from ..storage import Place
 from .ownership import RunIdentity
 
 Point = Literal["saving", "commit", "committed", "ended", "changed", "deleted"]
-"""A point in the run's work. In the order of the values: a save starts; process 0 is about to write the commit record;
+"""A point in the run's work. The values mean, in order: a save starts; process 0 is about to write the commit record;
 the record has been written; the save has succeeded or failed; the directory has been acquired, or a step has been
 committed or its metrics or pin changed; steps have been explicitly deleted, and no storage tier may restore them."""
 
@@ -26,11 +26,11 @@ class StepPlace:
 
     @property
     def unused(self) -> Mapping[int, str]:
-        """The steps that are not used because they are damaged or may belong to another run, mapped to the reasons."""
+        """Maps each unused step to the reason, for example that it is damaged or may belong to another run."""
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """React to a point in the run's work, which concerns the given step."""
+        """React when the run reaches a point in its work on the given step."""
 
     def newer_steps(self) -> Collection[int]:
         """Return the steps that are newer than all steps in the directory, newest first."""
@@ -41,7 +41,7 @@ class StepPlace:
         return ()
 
     def may_have(self, step: int) -> bool:
-        """Return whether this tier may have a step that the directory lacks; the result is equal on all processes."""
+        """Return whether this tier may have a step that the directory lacks. All processes get the same result."""
         return False
 
     def fetch(self, step: int, overwrite: bool) -> bool:

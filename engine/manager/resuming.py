@@ -49,8 +49,8 @@ class Peek:
 
     Attributes:
         step: The step; None for a checkpoint without a step number.
-        extras: The values saved along with the state, by name, loaded without a template. For a checkpoint of
-            ``holdfast.graph``, the numbers and strings by path.
+        extras: The values saved along with the state, by name, loaded without a template. For a
+            ``holdfast.graph`` checkpoint, its numbers and strings by path.
         metrics: The metrics stored with the checkpoint, or None.
         metadata: The metadata of the run that is stored with its checkpoints, or None.
         custom_metadata: The ``custom_metadata`` with which the step was saved, or None.
@@ -72,12 +72,12 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and the damaged steps newer than it
+ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and the newer, damaged steps
 
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Restores steps, and informs the other components of a manager from which step the run resumes."""
+    """Restores steps, and informs the manager's other components about the step from which the run resumes."""
 
     run: Run
     items: ItemSet
@@ -130,7 +130,7 @@ class StepRestorer:
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
-        replaced: set[int] = set()  # damaged steps that another storage tier has replaced
+        replaced: set[int] = set()  # damaged steps that were replaced from another storage tier
         steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)
@@ -159,7 +159,7 @@ class StepRestorer:
                 replaced.add(step)
                 steps.insert(0, (step, True))
                 continue
-            if damage.deleted:  # by the run that writes to this directory, which has newer steps
+            if damage.deleted:  # by the run that writes to this directory and has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps
@@ -229,20 +229,20 @@ class StepRestorer:
         return False
 
     def _stands_in(self, place: StepPlace, step: int, damage: _Damage) -> None:
-        """Warn that another storage tier replaces a damaged step of the directory."""
+        """Warn that a damaged step in the directory is replaced by the copy in another storage tier."""
         text = "%s: step %d was damaged, and is that of %s now: %s"
         _logger.warning(text, self.run.steps.location, step, place.shown, damage.reason)
         if not place.writes_directory:
             self.run.steps.mark_damaged(step, damage.reason, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
-        """Fetch a step if only another storage tier may have it; all processes must then call this."""
+        """Fetch a step if only another storage tier may have it; if so, all processes must call this."""
         if any(place.may_have(step) for place in self.run.places):
             self.run.fetch_missing(step)
 
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
-        """Yield reads that all processes share if they restore ``together`` or an option requires it, or else None."""
+        """Yield shared reads if all processes restore ``together`` or an option requires it; otherwise, yield None."""
         option, processes = self.run.options.load_and_broadcast, self.run.processes
         transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
@@ -288,7 +288,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
-        """Let all processes read a step in the block, and then list the first damage found on any process."""
+        """Read a step on all processes in the block, and then report the first damage that any of them found."""
         damage = broken = None
         damages: list[_Damage] = []
         with self._shared_reads(together=True) as shared:

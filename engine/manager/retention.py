@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, preferring newer ones; if too few have the metric, also newest others."""
+    """Keeps the ``n`` best steps by a metric, preferring newer ones, and the newest others if too few have it."""
 
     n: int
     metric: Metric
@@ -183,7 +183,7 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step before a given step that has an item, or None. ``steps`` must be in ascending order."""
+    """Return the newest step with an item before a given step, or None. ``steps`` must be in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 

@@ -27,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """If the block fails, immediately report to the other processes that this one takes no part in the save."""
+    """If the block fails, immediately report to the other processes that this one cannot take part in the save."""
     try:
         yield
     except BaseException as error:
@@ -155,7 +155,7 @@ class Run:
     # ---- other storage tiers
 
     def add_place(self, place: StepPlace) -> None:
-        """Add a storage tier, and fetch its newest step if this is newer than all steps in the directory."""
+        """Add a storage tier, and fetch its newest step if it is newer than all steps in the directory."""
         self.compare_options()
         for step in place.newer_steps():
             if place.fetch(step, False):
@@ -169,7 +169,7 @@ class Run:
             place.background.join()
 
     def notify(self, point: Point, step: int = -1) -> None:
-        """Notify all storage tiers that the run has reached a point."""
+        """Notify all storage tiers that the run has reached a point in its work."""
         for place in self.places:
             place.reached(point, step)
 

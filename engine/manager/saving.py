@@ -59,7 +59,7 @@ class SaveQueue:
         return decision
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved or being saved and must not be replaced."""
+        """Return whether a step has been or is being saved, and must not be replaced."""
         is_pending = self._pending is not None and self._pending.step == step
         return is_pending or (step in self.run.steps and not self.abandoned.replaces(step))
 
@@ -84,7 +84,7 @@ class SaveQueue:
         return self.run.processes.decide(label, lambda: [item for item in intervals if not self.item_due(item, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
-        """Return the due items of a step, ready to be saved."""
+        """Return the items of a step that are due, ready to be saved."""
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
@@ -264,7 +264,7 @@ class SaveQueue:
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
-        """Wait until no save of the step is in progress, and prevent another one while the block changes the step."""
+        """Wait until no save of the step is in progress, and prevent a new one while the block changes the step."""
         while True:
             with self.run.changing:
                 pending = self._pending
