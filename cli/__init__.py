@@ -13,7 +13,7 @@
 ``drill``       the command ``drill`` (a package)
 ``run_report``  the command ``report`` (a package)
 ``program``     starts, watches and ends another program as a child process
-``child``       runs inside such a program: reports its heartbeat and starts rehearsals
+``child``       runs inside the child process: reports its heartbeat and starts rehearsals
 ``report``      command output: tables for people, JSON for programs
 ``progress``    progress display
 ``streams``     printable text, log lines, and closed standard streams

@@ -43,8 +43,8 @@ _MODULES = {  # command names, keyed by the module that defines them
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # shells request completions by setting _COMPLETE
-_SCRIPTS = {  # keyed by shell: completion script, startup file, and the startup line that loads the script
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # a shell sets _COMPLETE to request completions
+_SCRIPTS = {  # keyed by shell: path of the completion script, path of the startup file, and the line to add to it
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/holdfast.fish", None, ""),
@@ -70,7 +70,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def command(name: str) -> click.Command:
-    """Import and return one command; importing all command modules would take longer than listing checkpoints."""
+    """Import and return a command. Only its own module is imported, because importing all of them is slow."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()
@@ -79,13 +79,13 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy without OpenBLAS threads, before another module imports it with threads, which is slower."""
+    """Import numpy with a single OpenBLAS thread, which is faster. No other module may import numpy earlier."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # hide it from the caller of `main` and from child processes
+        del os.environ["OPENBLAS_NUM_THREADS"]  # neither the caller of `main` nor child processes should see it
 
 
 class _Unloaded(click.Command):
@@ -142,7 +142,7 @@ _app = _App(
     commands=[_Unloaded(name, short_help=text) for name, text in COMMANDS.items()],
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     params=[
-        # --traceback is listed only for the help text, because the entry point has already handled it.
+        # The entry point has already handled --traceback; this option only adds it to the help text.
         _flag("--traceback", "Print the traceback of an error; accepted anywhere."),
         _flag(
             "--install-completion", "Install completion for the shell that SHELL names.", callback=_set_up_completion

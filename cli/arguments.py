@@ -28,7 +28,7 @@ source = click.argument("source", metavar="SRC", help="A run, a directory of che
 def step_of(
     text: str, name: str = "step", value_type: Any = _STEP, *, many: bool = False, required: bool = False
 ) -> _Decorator:
-    """Return a decorator that adds a step argument, also available as an option; ``many`` allows several steps."""
+    """Return a decorator that adds a step as an argument and as an option; ``many`` allows several steps."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
     shown = option[2:].upper() + "..." * many
 
@@ -73,7 +73,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 
 def deletes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments shared by all commands that delete checkpoints of a run."""
+    """Add the options shared by all commands that delete checkpoints."""
     dry_run = click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
     yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
     return prefix(dry_run(yes(as_json(function))))
@@ -102,7 +102,7 @@ def is_one_checkpoint(location: Location) -> bool:
 
 
 def runs_below(location: Location) -> list[str]:
-    """Return the names of subfolders with holdfast checkpoints, searching at most the first hundred subfolders."""
+    """Return the names of local subfolders that contain holdfast checkpoints, searching at most 100 subfolders."""
     if not location.is_local or is_ours(location):  # listing object stores is slow
         return []
     try:
@@ -113,7 +113,7 @@ def runs_below(location: Location) -> list[str]:
 
 
 def where_else(location: Location) -> str:
-    """Return an error message suffix that points to checkpoints near a directory that has none."""
+    """Return a hint at nearby checkpoints, to be appended to an error message; empty if there are none."""
     if (location.parent / RECORD).is_there():
         return f"; it is part of the checkpoint {location.parent}"
     runs = runs_below(location)

@@ -40,7 +40,7 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The run to change, and its steps, including step folders without a commit record if ``takes_strays`` is true."""
+    """The run to change. With ``takes_strays``, its steps include step folders without a commit record."""
 
     def __init__(self, directory: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
@@ -241,7 +241,7 @@ def _delete(
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
             if after is not None:
-                manager.delete_after(after)  # the mirror may have later steps that the run lacks
+                manager.delete_after(after)  # the mirror may contain later steps that are missing from the run
             if in_mirror:
                 settle_mirror(manager)
     elif anything and not dry_run:

@@ -25,7 +25,7 @@ from ..engine.observer import DRILL, Observer, Point, Unobserved
 from ..engine.storage import append_line
 
 ENTRY = f"{__name__}:observer"
-SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable with the path of the folder that the supervisor reads
+SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable that contains the path of the folder to report to
 STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal that makes a supervised process dump its thread stacks
 BEAT = struct.Struct("=dq")  # heartbeat: monotonic time in seconds, and step (-1 before the first step)
 
@@ -33,7 +33,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def observer() -> Observer:
-    """Return this process's observer: a heartbeat, which a rehearsal wraps under ``holdfast drill``."""
+    """Return the observer for this process: a heartbeat, wrapped in a rehearsal if ``holdfast drill`` is running."""
     heartbeat: Observer = Unobserved()
     if folder := os.environ.get(SUPERVISOR):
         try:

@@ -21,7 +21,7 @@ from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say
 
-_OPTIONS = {  # command options that replace function arguments in error messages
+_OPTIONS = {  # maps function arguments in error messages to the corresponding command options
     "overwrite=True": "--overwrite",
     "item=": "--item",
     "step='best'": "--step best",
@@ -78,7 +78,7 @@ def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> in
     dir/ckpt-5, or their directory), Keras .keras and .h5 files, .npz files, and RLlib directories. Code in
     checkpoints is never executed.
     """
-    configure_logging("error")  # the command itself lists the omitted leaves
+    configure_logging("error")  # hide warnings about omitted leaves, because the command lists these leaves
     location = checkpoints_at(source)
     if is_ours(location):
         raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")

@@ -1,4 +1,4 @@
-"""Demonstrate that a run that is preempted halfway resumes and ends with the same bits as an uninterrupted run.
+"""Demonstrate that a run preempted halfway resumes and ends with the same bits as an uninterrupted run.
 
 ``python -m holdfast.cli.demo [DIR]`` keeps its files in DIR; without DIR, the files are removed at the end.
 """
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
     """Run a ``holdfast`` command and echo its output; with ``preempt``, send it SIGTERM halfway."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
-    # Use sys.executable, because the command on the PATH may belong to another installation.
+    # Use sys.executable, because the ``holdfast`` on the PATH may belong to another installation.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         stdout=subprocess.PIPE,

@@ -174,7 +174,7 @@ def diff(
         second = open_checkpoint(checkpoints_at(right), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             differences = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
-    except HoldfastError as error:  # status 1 would mean that the checkpoints differ
+    except HoldfastError as error:  # don't return 1, which means that the checkpoints differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     paths = [str(first.location), str(second.location)]

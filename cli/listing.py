@@ -1,4 +1,4 @@
-"""``holdfast ls`` and ``watch`` list checkpoints without numpy, whose import takes longer than listing a run."""
+"""``holdfast ls`` and ``watch`` list checkpoints without importing numpy, which would take longer than the listing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the witness verdict on the newest resume from each step, or ``recorded`` if none has been compared."""
+    """Add the witness verdict on the newest resume from each step, or ``recorded`` if no resume has been compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -123,7 +123,7 @@ def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Format the size of a step and, with ``shares``, the size of the files that it shares with no other step."""
+    """Format the size of a step and, if ``shares`` is true, the total size of its unshared files."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -180,7 +180,7 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Summarize one checkpoint, as a step of its directory if possible; the step is -1 if it is unknown."""
+    """Summarize a checkpoint, as listed in its parent directory if possible. If its step is unknown, the step is -1."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with the given arguments, by default ``sys.argv[1:]``, and return the exit status."""
     open_closed_streams()
     if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe may rely on the final garbage collection
-        atexit.register(gc.freeze)  # a final collection over all imported modules would delay the exit
+        atexit.register(gc.freeze)  # collecting garbage in all imported modules would delay the exit
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)  # arguments after -- belong to another program
     with_traceback, as_json = (flag in arguments[:end] for flag in (_TRACEBACK, _JSON))

@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Signals:
-    """A context manager that collects the signals to forward, each of which interrupts :meth:`sleep`."""
+    """A context manager that collects the signals to forward. Each signal interrupts :meth:`sleep`."""
 
     def __init__(self) -> None:
         self.received: list[int] = []  # in order of arrival; callers remove the signals that they have handled
@@ -70,10 +70,10 @@ class Signals:
 
 
 class Program:
-    """A running command, in its own process group; its processes write events and heartbeats to ``folder``."""
+    """A command that runs in its own process group. Its processes write events and heartbeats to ``folder``."""
 
-    # On Linux, this process is a subreaper, which adopts descendants of the command when their parents die. As a
-    # result, nothing outlives `sweep`, not even torchrun workers, which have their own sessions.
+    # On Linux, this process is a subreaper: it adopts the command's descendants when their parents die. `sweep` can
+    # therefore end all of them, even torchrun workers, which run in their own sessions.
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class Program:
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        with contextlib.suppress(OSError):  # the reader of the pipe may have exited
+        with contextlib.suppress(OSError):  # a stream may be a pipe whose reader has exited
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
-        # A background process group must not read from a terminal, so its stdin is /dev/null if ours is a terminal.
+        # A background process group must not read from a terminal. If stdin is a terminal, use /dev/null instead.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -122,7 +122,7 @@ class Program:
         return events
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program ends, ``look()`` is true or ``limit`` seconds pass; return its status."""
+        """Forward signals until the program ends, ``look()`` is true or ``limit`` seconds pass; return the status."""
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
             while self._signals.received:
@@ -141,7 +141,7 @@ class Program:
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Dump the program's thread stacks twice, ``between`` seconds apart; then end it, and return its status."""
+        """Dump the program's thread stacks twice, ``between`` seconds apart, then end it and return its status."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
@@ -165,7 +165,7 @@ class Program:
         return self._process.wait()
 
     def sweep(self, grace: float) -> list[int]:
-        """End processes that the program left running, which may hold devices or directories; return their PIDs."""
+        """End leftover processes of the program, because they may hold devices or directories. Return their PIDs."""
         left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:

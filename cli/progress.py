@@ -95,7 +95,7 @@ class Meter:
 
 @contextlib.contextmanager
 def progress_of(call: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Yield a meter, and show the progress reported to it under the name ``call``, such as ``copy``."""
+    """Yield a meter, and display the progress reported to it. ``call`` is the label, such as ``copy``."""
     meter = Meter(call)
     if not shown:
         yield meter

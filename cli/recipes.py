@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of bundled configurations that complete a word; the shell itself completes file names."""
+    """Return the names of bundled configurations that complete a word. The shell itself completes file names."""
     from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
@@ -53,7 +53,7 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
         print_json({"runs": [configuration.resolved() for configuration in runs.values()]})
     elif print_config:
         texts = [configuration.yaml() for configuration in runs.values()]
-        print("---\n".join(texts), end="")  # print, not say, because YAML escapes unprintable characters itself
+        print("---\n".join(texts), end="")  # `print` instead of `say`, because the YAML is already escaped
     elif dry_run:
         plans = [*map(_plan, runs.values())]
         if as_json:

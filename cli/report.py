@@ -12,7 +12,7 @@ from typing import Any
 from ..engine.clock import format_size
 from .streams import one_line, say, visible
 
-_WRAPPED = 1000  # maximum number of rows to fit to the terminal, because rich takes half a millisecond per row
+_WRAPPED = 1000  # maximum number of rows to fit to the terminal; rich takes half a millisecond per row
 _FOLDED = 20  # minimum width of a wrapped cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
@@ -64,7 +64,7 @@ def _print_fitted(
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # Text, because rich would interpret square brackets in plain strings as markup
+        table.add_row(*map(Text, row))  # in a plain string, rich would interpret square brackets as markup
     with console.capture() as capture:
         console.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are already escaped.

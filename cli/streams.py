@@ -40,7 +40,7 @@ def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool
 
 
 class _Lines(logging.Handler):
-    """Writes lines such as ``12:00:00 warning: message`` to the current standard streams; ``info`` is omitted."""
+    """Writes lines such as ``12:00:00 warning: message`` to the standard streams; ``info`` lines omit the level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -73,7 +73,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # raised for a pipe that was opened for appending
-                stream.reconfigure(errors="backslashreplace")  # shows escapes on ASCII terminals
+                stream.reconfigure(errors="backslashreplace")  # for terminals that support only ASCII
 
 
 def write_error(text: str) -> None:

@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
-EARLY = 60.0  # seconds; the supervisor also gives up after STALLED consecutive shorter attempts that start no run
+EARLY = 60.0  # also give up after STALLED attempts in a row that end within this many seconds without starting a run
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -54,8 +54,8 @@ class RunRecord:
     """The last state that each run reported during one attempt, and the newest step in each directory."""
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # keyed by directory and process
-    newest: dict[str, int] = field(default_factory=dict)  # newest step when acquired, keyed by directory; -1 for none
-    runs: dict[str, str] = field(default_factory=dict)  # last run token, keyed by directory, if process 0 runs here
+    newest: dict[str, int] = field(default_factory=dict)  # newest step at the start, keyed by directory; -1 for none
+    runs: dict[str, str] = field(default_factory=dict)  # last run token from process 0, keyed by directory
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was, ``finished`` if all have finished, else ``unfinished``; None without runs."""
+        """``preempted`` if any run was preempted, ``finished`` if all finished, else ``unfinished``; None if no run."""
         states = set(self.states.values())
         if not states:
             return None
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify the end of an attempt, given whether it was ended for hanging (``hung``) or signalled (``asked``)."""
+    """Classify how an attempt ended, given whether it hung, and whether the supervisor was ``asked`` to end it."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -328,7 +328,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # waiting for a failed process is not a hang
+    hung = returncode is None and not record.has_failed  # waiting for others after a failure does not count as a hang
     why = None
     if returncode is None:
         why = _overdue(program, watch)
@@ -359,7 +359,7 @@ def _report_end(record: RunRecord, **facts: Any) -> None:
 
 
 def _overdue(program: Program, watch: Watch) -> str | None:
-    """Return the reason for considering the program hung, or None if there is none."""
+    """Return why the program is considered hung, or None if it is not."""
     when, step = program.last_sign()
     silent = time.monotonic() - when
     if step < 0:
@@ -369,7 +369,7 @@ def _overdue(program: Program, watch: Watch) -> str | None:
 
 
 def _progress(newest: dict[str, int]) -> bool | None:
-    """Update the newest step of each directory; return whether any step is new, or None if that is unknown."""
+    """Update the newest step of each directory. Return whether any directory has a newer step; None if unknown."""
     grown, is_known = False, bool(newest)
     for directory, before in list(newest.items()):
         try:

@@ -3,8 +3,8 @@
 Scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
 ``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags and duplicate keys are rejected.
 
-``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` provides a default. In an unquoted
-scalar that consists only of such a reference, the value is parsed as YAML and may be a number; elsewhere it is text.
+``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` provides a default. If an
+unquoted scalar consists of a single reference, its value is parsed as YAML and may be a number; otherwise, it is text.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _TooManyFilesError(ConfigError):
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file, merged over its ``defaults``. ``around`` lists the including files; ``numbers`` counts all files."""
+    """Read a file and merge it over its ``defaults``. ``around`` lists the files that include it."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, counting repeated ones"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
@@ -200,7 +200,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def _override(document: Document, arguments: Sequence[str]) -> None:
-    """Apply ``key=value`` overrides; keys are dotted and may contain list indices, and values are YAML."""
+    """Apply ``key=value`` overrides. Keys are dotted paths, which may contain list indices; values are YAML."""
     given: dict[KeyPath, str] = {}
     for argument in arguments:
         origin = SourceLine(f"argument {argument}")
@@ -263,7 +263,7 @@ def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
 
 
 def _keys(section: Any, path: KeyPath) -> list[str]:
-    """Return the keys of the section at a path, or an empty list if there is no section."""
+    """Return the keys of the section at a path, or an empty list if no section has this path."""
     for key in path:
         annotation, _ = fields_of(section).get(str(key), (None, "")) if section else (None, "")
         section = next(filter(is_section, (annotation, *get_args(annotation))), None)
@@ -282,7 +282,7 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
     def origin_of(self, path: KeyPath) -> SourceLine:
-        """Return the origin of a key, or of the closest enclosing section if the document does not have the key."""
+        """Return the origin of a key or, if the document does not contain it, of the closest enclosing section."""
         while path not in self.origins:
             path = path[:-1]
         return self.origins[path]
@@ -291,7 +291,7 @@ class Document:
         self.problems.append(Problem(origin, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
-        """Set the value at a path, creating missing sections; a path may index lists, but not lead through a scalar."""
+        """Set the value at a path, creating missing sections. The path may index lists, but not go through a scalar."""
         origin, inside = value.origins[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):
@@ -332,7 +332,7 @@ def compose(text: str) -> Any:
 
 
 def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
-    """Read the values and problems of a YAML document; with ``one_origin``, origins of keys have no line numbers."""
+    """Parse a YAML document, collecting its problems. With ``one_origin``, the origins of keys have no line numbers."""
     origin = SourceLine(source)
     document = Document(None, {(): origin})
 

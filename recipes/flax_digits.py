@@ -57,7 +57,7 @@ def initial_state(config: FlaxDigits) -> TrainState:
 
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Perform one update; a resumed run reproduces the dropout, which depends only on the key and the step."""
+    """Perform one update. Dropout depends only on the key and the step, so a resumed run reproduces it."""
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, changed = state.apply_fn(

@@ -22,7 +22,7 @@ from .registry import Outcome, Progress, RunContext
 from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]
-# Lightning is published as two packages with the same code; both use the logger names of the one imported last.
+# Lightning is published as two packages with the same code; the package imported last determines the logger names.
 LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 

@@ -1,4 +1,4 @@
-"""Configuration errors, which report all problems of a configuration together, each with its origin."""
+"""Configuration errors. An error reports all problems of a configuration at once, each with its origin."""
 
 from __future__ import annotations
 

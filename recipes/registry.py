@@ -34,7 +34,7 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 class Progress:
-    """Logs one line per interval of steps; only the metrics in these lines are fetched from the device."""
+    """Logs one line every ``interval`` steps. Only the metrics in these lines are fetched from the device."""
 
     def __init__(self, start: int, total: int, interval: int) -> None:
         self._last = self._logged = start
@@ -173,7 +173,7 @@ def installed_recipes() -> dict[str, EntryPoint]:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return a bundled or installed recipe by name, or the recipe ``module:function``; None if there is none."""
+    """Return a bundled or installed recipe by name, or import ``module:function`` as a recipe; None if not found."""
     if name in RECIPES:
         return RECIPES[name]
     if (point := installed_recipes().get(name)) is not None:

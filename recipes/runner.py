@@ -35,7 +35,7 @@ def run(configuration: Configuration) -> Outcome:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
-        # Handle preemptions here, without a save, until the program handles them itself.
+        # Until the program handles preemptions itself, handle them here; there is nothing to save yet.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to continue", newest, checkpoints)
@@ -55,7 +55,7 @@ def run(configuration: Configuration) -> Outcome:
     began = time.monotonic()
     try:
         outcome = program(config, context)
-    except SystemExit as end:  # raised if the training loop ends after the preemption save
+    except SystemExit as end:  # raised by a training loop that exits after saving on preemption
         if end.code != PREEMPTED:
             raise
         outcome = Outcome(start=newest, step=newest, preempted=True)
@@ -65,7 +65,7 @@ def run(configuration: Configuration) -> Outcome:
             "holdfast.recipes, which says how the run ended"
         )
     if outcome.preempted and (saved := all_steps(as_location(checkpoints))):
-        # Steps after the last saved step are lost, so the run counts as having ended there.
+        # Later steps are lost, so treat the run as having ended at the last saved step.
         outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     if outcome.preempted:
@@ -123,7 +123,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the callback's keyword arguments; existing checkpoints are already known to belong to this run."""
+    """Return the callback's keyword arguments. If this run already has checkpoints, ``auto`` becomes ``must``."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
         arguments["resume"] = "must"
@@ -169,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Describe both values of each key that differs, keyed by dotted key; keys found only in checkpoints come last."""
+    """Describe both values of each key that differs. Keys found only in the checkpoints come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"
@@ -179,7 +179,7 @@ def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, s
 
 
 def blocks_resume(key: str, identity: Sequence[str], allowed: Sequence[str]) -> bool:
-    """True if a changed key identifies the run, and neither it nor an enclosing section is allowed to change."""
+    """True if a changed key identifies the run, and neither the key nor an enclosing section is allowed to change."""
     return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{section}.") for section in allowed)
 
 

@@ -50,7 +50,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Layers = Annotated[list[Count], Field(min_length=1)]
 Name = Annotated[str, _checked(_check_file_name, "a valid folder name")]
 PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a URL; a leading ``~`` is expanded here, because a shell does not expand it in ``key=value``."""
+"""A path or a URL. A leading ``~`` is expanded, because shells do not expand it in ``key=value``."""
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Duration = Annotated[Any, _checked(clock.seconds, 'seconds above zero, or text such as "15m"')]
 SaveInterval = Annotated[
@@ -176,8 +176,8 @@ class Config(Section):
     """The keys common to all recipes; your own recipe adds its sections in a subclass."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed")
-    """The keys that identify a run, which does not resume if any of them has changed. By default, they include all keys
-    that a recipe adds."""
+    """The keys that identify a run. If any of them has changed, the run does not resume. By default, they include all
+    keys that a recipe adds."""
     METRICS: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that the recipe stores with its checkpoints; if empty, ``best_fn`` is not checked."""
     REPLICATED: ClassVar[tuple[str, ...]] = ()
@@ -236,7 +236,7 @@ class Config(Section):
 
 
 def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
-    """Return an error message if the recipe's list lacks a name; None if it contains the name, or is empty."""
+    """Return an error message if a name is not in the recipe's list, or None if it is or the list is empty."""
     if not names or name in names:
         return None
     return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)

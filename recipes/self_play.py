@@ -40,7 +40,7 @@ Hands = NDArray[np.float64]
 
 
 def deal(generator: np.random.Generator, games: int, cards: int) -> Hands:
-    """Deal random hands to both players: float64[2, games, cards]."""
+    """Deal random hands to both players and return them as float64[2, games, cards]."""
     return generator.uniform(0, 100, (2, games, cards))
 
 
@@ -75,17 +75,17 @@ class Policy(Checkpointable, nn.Module):
 class Observation(Checkpointable):
     """Converts hands to policy inputs, normalized to mean 0 and standard deviation 1 for each card.
 
-    The statistics are updated batch by batch as in Chan, Golub and LeVeque, *Algorithms for computing the sample
-    variance* (1983), which stays numerically accurate even after many batches.
+    The statistics are updated batch by batch with the algorithm of Chan, Golub and LeVeque, *Algorithms for computing
+    the sample variance* (1983), which stays numerically accurate even after many batches.
     """
 
     def __init__(self, cards: int) -> None:
         self.count = 0
         self.mean = np.zeros(cards)
-        self.squares = np.zeros(cards)  # sums of squared distances from the mean
+        self.squares = np.zeros(cards)  # sums of squared deviations from the mean
 
     def __call__(self, hands: Hands, *, training: bool = False) -> Floats:
-        """Return the normalized hands as float32[n, cards]. During training, update the statistics with them first."""
+        """Return the normalized hands as float32[n, cards]. If ``training``, first update the statistics."""
         if training:
             mean, total = hands.mean(axis=0), self.count + len(hands)
             step, weight = mean - self.mean, len(hands) / total
@@ -108,7 +108,7 @@ class Choice(Checkpointable):
 
 
 def choose(policy: Policy, features: Floats, choice: Choice | None = None) -> Moves:
-    """Return a policy's moves: sampled by `choice` if it is given, and the most probable moves otherwise."""
+    """Return a policy's moves: sampled by `choice` if it is given, otherwise the most probable moves."""
     with torch.no_grad():
         logits = policy(torch.from_numpy(features))[0].numpy()
     moves: Moves = choice(logits) if choice else logits.argmax(axis=1)

@@ -39,7 +39,7 @@ from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, pr
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_DENSE = 2 << 30  # bytes; every step is saved if all checkpoints together fit within this limit
+_DENSE = 2 << 30  # save every step if all checkpoints together take up less than this many bytes
 _TAIL = 15  # number of lines of program output to include in an error
 _FRESH = "from the beginning"
 
@@ -123,7 +123,7 @@ def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json:
     except _StoppedError as stopped:
         say(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
-    except (HoldfastError, OSError) as error:  # status 1 would mean that checkpoints differ
+    except (HoldfastError, OSError) as error:  # don't return 1, which means that checkpoints differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
@@ -154,7 +154,7 @@ class _Drill:
         self._signals = signals
         self._began = time.monotonic()
         self._starts: list[Start] = []
-        self._origin: int | None = None  # reference step from which the interrupted run starts; None for a fresh start
+        self._origin: int | None = None  # reference step that the interrupted run starts from; None for a fresh start
         self._compared: set[tuple[str, int, str]] = set()
         self._report = Report(command=list(command), seed=options.seed)
         if options.keep is not None:
@@ -248,7 +248,7 @@ class _Drill:
         report.compared.clear()
 
     def _populate(self) -> None:
-        """Copy the first checkpoints of the reference run into the run directories, unless the run starts afresh."""
+        """Copy the checkpoint to start from into each run directory, unless the run starts from scratch."""
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
@@ -268,7 +268,7 @@ class _Drill:
                 shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
-        """Run the program with one interruption per attempt, until its checkpoints differ from the reference run's."""
+        """Interrupt the program once per attempt, then let it finish. Stop early if any checkpoint differs."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
@@ -296,9 +296,9 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Report how an attempt in the interrupted run ended, without comparing its checkpoints."""
+        """Record how an attempt of the interrupted run ended. Its checkpoints are compared separately."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # The signal may be sent late.
+        if interruption is not None and trace.interrupted is not None:  # the signal may come at a later step
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
@@ -417,7 +417,7 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the stand-in folders that replace the run's directories, keyed by the URLs that the program uses."""
+        """Return the stand-in folder for each directory of the run, keyed by the URL that the program uses."""
         runs = self._folder / RUNS  # the claims contain this path, even if the folder has been renamed
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
@@ -432,7 +432,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return the differences at the first differing step (or all steps), skipping pairs already found identical."""
+        """Return the differences at the first step that differs (or at all steps). Skip pairs known to be identical."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [
@@ -461,7 +461,7 @@ class _Drill:
         return differences
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
-        """Return a difference for each directory that lacks the last step of the reference run."""
+        """Return a difference for each directory in which the last checkpoint of the reference run is missing."""
         steps = self._steps_of(name)
         missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
         last = [(url, max(expected)) for url, expected in self._steps_of(with_name).items() if expected]

@@ -18,7 +18,7 @@ from ..streams import say
 
 _SHOWN = 12  # maximum number of leaves in the report
 _WIDTH = 100  # report width, in columns
-_KINDS = {  # words for each kind of state; the first path component that contains one determines the kind
+_KINDS = {  # maps each kind of state to words that identify it; the first such word in a leaf's path decides
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -64,11 +64,11 @@ class Trace:
 
     @staticmethod
     def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace of process 0; if several processes claim index 0, choose the one with the most steps."""
+        """Return the trace of process 0. If several processes claim index 0, choose the one with the most steps."""
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # the index may arrive late
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # the index is 0 at first
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -103,8 +103,8 @@ class StepDifference:
 
 # ---- causes
 
-_Entry = tuple[str, Fact, Fact]  # an object name, and its facts in two runs
-_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of explanatory facts, strongest first
+_Entry = tuple[str, Fact, Fact]  # an object's name, and its facts in each of two runs
+_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain a difference, strongest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference; ``run`` is the trace of the attempt that first produced it."""
+    """Finds the likely causes of a difference. ``run`` is the trace of the attempt that first produced it."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -151,7 +151,7 @@ class Causes:
         self._pair = pair
 
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
-        """Return the causes, most likely first; ``nondeterministic`` lists differences between two undisturbed runs."""
+        """Return the causes, most likely first. ``nondeterministic`` lists differences between two undisturbed runs."""
         unstable = {(step.directory, leaf.name) for step in nondeterministic for leaf in step.leaves}
         first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
@@ -273,13 +273,13 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# Values whose names contain these words are merely reported, or are times; they seldom affect the next step.
+# Words that mark a value as merely reported, or as a time. Such values rarely affect the next step.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
 
 def _likeliest(values: list[_Entry]) -> list[_Entry]:
-    """Sort values that are merely reported to the end, and drop times unless nothing else is left."""
+    """Move values that are merely reported to the end, and drop times unless there is nothing else."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
@@ -428,7 +428,7 @@ def print_report(report: Report) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the first line of a text; the other lines are program output, and stay unchanged."""
+    """Wrap the first line of a text. Leave the other lines unchanged, because they are program output."""
     first, *others = text.split("\n")
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join([*lines, *others])

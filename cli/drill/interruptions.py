@@ -62,7 +62,7 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions to rehearse in a run with at least two steps, and notes about those omitted."""
+    """Return the interruptions to rehearse, and notes about omitted ones. The run must have at least two steps."""
     # After SIGKILL, the run resumes from an earlier step, so it can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []
@@ -79,7 +79,7 @@ def choose(
         validated = sorted(draw.sample(candidates, min(2, len(candidates))))
         for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
             add(number, "validation", step)
-        # Avoid the steps around validation, because a run that resumes at such a step may skip the validation.
+        # Avoid the steps around a validation, because a run that resumes at such a step may skip the validation.
         around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
         taken |= {steps[index] for index in around if 0 <= index < len(steps)}
         if not validated:
@@ -109,7 +109,7 @@ def choose(
 
 
 def places_to_save(options: DrillOptions) -> tuple[int, ...]:
-    """Return the 1-based positions of the steps around likely interruptions, which are always saved."""
+    """Return the 1-based positions of the steps around likely interruptions. These steps are always saved."""
     positions = range(1, options.steps + 1)
     likely, _ = choose(positions, (), replace(options, kinds=("first",), at=()) if options.at else options)
     around = {interruption.step + by for interruption in likely for by in (-1, 0, 1, 2)}

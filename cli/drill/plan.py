@@ -10,24 +10,24 @@ from typing import Any
 
 from ...engine.observer import Point
 
-PLAN = "plan.json"  # file in the rehearsal folder with the plan for the current attempt
+PLAN = "plan.json"  # file in the rehearsal folder that contains the plan for the current attempt
 TRACES = "traces"  # folder with one event file per attempt
-RUNS = "runs"  # folder with the stand-ins for the current run's directories
+RUNS = "runs"  # folder that contains the stand-ins for the current run's directories
 CLAIMS = "claims.jsonl"  # file in RUNS with a line {"url": ..., "target": ...} for each redirected directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """The instructions for one attempt to run the program; step positions count from 1."""
+    """The instructions for one attempt to run the program. Step positions are 1-based."""
 
     name: str  # name of this attempt and its trace file
     count: int | None = None  # end after this many distinct steps; None for no limit
     last: int | None = None  # end after this step; None for no limit
-    save: tuple[int, ...] = ()  # steps to save in addition to those that the program itself saves
+    save: tuple[int, ...] = ()  # steps to save in addition to the program's own saves
     save_places: tuple[int, ...] = ()  # positions of further steps to save
-    dense_bytes: int = 0  # save every step if ``count`` checkpoints do not exceed this size
-    point: Point | None = None  # interrupt at ``step``, ``validation`` or ``commit``; None for no interruption
-    step: int = 0  # interrupt at the first such point at or after this step
+    dense_bytes: int = 0  # save every step if ``count`` checkpoints take up less than this many bytes
+    point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None for no interruption
+    step: int = 0  # interrupt at the first ``point`` at or after this step
     signal: int = signal.SIGKILL
 
     def write(self, folder: Path) -> None:

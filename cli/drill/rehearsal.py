@@ -27,9 +27,9 @@ from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # libraries that the advice depends on
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # the advice depends on which of these are imported
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# Number of steps after which a signal counts as ignored: for one process, and for several that must agree on a step.
+# Number of steps after which a signal counts as ignored. Several processes need more, to agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -45,7 +45,7 @@ class Rehearsal(Observer):
         self._alone = True
         self._steps: dict[int, int] = {}  # 1-based positions in this attempt, keyed by step
         self._validated: int | None = None
-        self._signalled: int | None = None  # position of the step at which process 0 sent the signal
+        self._signalled: int | None = None  # position of the step at which the signal was sent
         self._largest = 0  # size of the largest checkpoint, in bytes
         self._writing = 0  # number of pending saves
         self._changed = threading.Condition()
@@ -74,7 +74,7 @@ class Rehearsal(Observer):
         return "rehearsal" if planned or dense else None
 
     def steps_after_signal(self, most: int) -> int:
-        return 0  # not needed, because the undisturbed run has the results of the later steps
+        return 0  # no further steps are needed, because the undisturbed run contains their results
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL, creating it for ``writes``; without a stand-in, return the URL."""
+        """Return the stand-in for a path or URL, or the URL itself if there is none. With ``writes``, create one."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError for a location outside the rehearsal, because a write would change a real directory."""
+        """Raise StateError if a URL is outside the rehearsal, because writing there would change a real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, but no folder of the rehearsal "

@@ -1,4 +1,4 @@
-"""``holdfast report`` writes the history of runs to one self-contained page, which needs no network."""
+"""``holdfast report`` writes the history of runs to a single self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TimeScale:
             else:
                 merged.append([begin, end])
         longest = _GAP * (sum(end - begin for begin, end in merged) or 1.0)
-        self.pauses: list[tuple[float, float, float]] = []  # (position, width, seconds)
+        self.pauses: list[tuple[float, float, float]] = []  # (position, width, duration in seconds)
         self._times: list[float] = []
         self._places: list[float] = []
         position = 0.0
@@ -142,7 +142,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw a bar for each save and a line at the time it became durable; skip saves at the same position."""
+    """Draw a bar for each save, and a line at the time it became durable. Draw only one save per position."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -160,7 +160,7 @@ def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
     """Draw a histogram of the fraction of time that the training loop spent waiting for saves."""
     waited = [0.0] * _BUCKETS
     for save in saves:
-        began = scale.place(save.time - save.total)  # counted at the save's start, when the loop waits
+        began = scale.place(save.time - save.total)  # the loop waits at the start of a save
         waited[min(_BUCKETS - 1, int(began * _BUCKETS))] += save.blocked
     shares = [
         min(1.0, seconds / max(1e-9, scale.time((number + 1) / _BUCKETS) - scale.time(number / _BUCKETS)))
@@ -205,7 +205,7 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw values over steps as a line, with dots for kept checkpoints; the page's script shows ``data-readings``."""
+    """Draw values over steps as a line, with dots for kept checkpoints. The page's script shows ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw a bar chart of ``(step, unshared bytes, shared bytes)``; with many steps, draw the largest of each group."""
+    """Draw a bar per ``(step, unshared bytes, shared bytes)`` or, if there are too many, the largest of each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1
@@ -358,7 +358,7 @@ class Node:
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return a tree as HTML, and the number of leaves omitted; in large trees, the deepest levels are omitted first."""
+    """Return a tree as HTML, and the number of omitted leaves. In large trees, the deepest levels are omitted first."""
     root = _tree(leaves)
     drawn = _choose(root)
     is_open = len(root.shown) == 1 or drawn <= _OPEN

@@ -25,7 +25,7 @@ from .history import History, add_metrics, read_history
 
 _MOST_RUNS = 50
 _STATISTICS = 1500  # maximum number of leaves whose statistics are shown
-_WORTH = 60.0  # minimum gain, in seconds per day, for recommending another save interval
+_WORTH = 60.0  # smallest gain, in seconds per day, that justifies recommending another save interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Reading:
     progress: Progress = NULL  # receives the number of bytes read
     statistics: bool = True
     norm_steps: int | None = None  # number of steps whose norms are compared, including the newest; None for automatic
-    earlier_bytes: float = 8 << 30  # byte limit for reading norms of earlier steps, if `norm_steps` is None
+    earlier_bytes: float = 8 << 30  # maximum number of bytes to read for norms of earlier steps if `norm_steps` is None
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Statistics:
     number: int = 0  # number of leaves with statistics
     damaged: int = 0  # number of leaves that contain NaN or Inf
     examples: list[str] = field(default_factory=list)  # names of a few leaves that contain NaN or Inf
-    steps: list[int] = field(default_factory=list)  # steps whose norms are known, ascending
+    steps: list[int] = field(default_factory=list)  # steps whose norms are known, in ascending order
     norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # norms at `steps`, keyed by leaf
     groups: dict[str, list[float]] = field(default_factory=dict)  # norms at `steps`, keyed by top-level container
     notes: list[str] = field(default_factory=list)  # notes about omitted statistics
@@ -79,7 +79,7 @@ class RunFacts:
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
-    """Return the directories to report on, with folders of runs expanded, and the number of directories omitted."""
+    """Expand folders of runs. Return the directories to report on, and the number of directories omitted."""
     directories: list[Location] = []
     for path in paths:
         location = checkpoints_at(path)
@@ -162,7 +162,7 @@ def _read_statistics(
 
 
 def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
-    """Map each floating-point or complex leaf to its top-level container, and omit other leaves."""
+    """Map each floating-point or complex leaf to its top-level container. Other leaves are omitted."""
     several = len({leaf.item for leaf in leaves}) > 1
     return {
         (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the expected losses at 0.5, 1 and 2 times the run's save interval and at the best one; [] if unknown."""
+    """Return the expected losses at several save intervals, including the best; [] if the run's own is unknown."""
     used = experience.interval
     if used is None:
         return []

@@ -16,9 +16,9 @@ from ...engine.manager import number_in_event
 from ..report import count, duration, proof_text
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
-"""How an attempt ended: ``closed`` if no callback recorded whether training finished; ``failed`` with an exception;
-``crashed`` with a signal or an exit status; ``lost`` without a final event; ``open`` if it may still be running on
-another machine."""
+"""How an attempt ended. ``closed``: no callback recorded whether training finished. ``failed``: with an exception.
+``crashed``: with a signal or a nonzero exit status. ``lost``: without a final event. ``open``: the attempt may still
+be running on another machine."""
 
 _CHARTED = 16  # maximum number of elements to chart for a list-valued metric
 
@@ -42,7 +42,7 @@ class Save:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt to run the program, which begins when the program acquires the checkpoint directory."""
+    """One attempt to run the program. It begins when the program acquires the checkpoint directory."""
 
     began: float
     newest: int | None = None  # newest step in the directory when the attempt began
@@ -51,7 +51,7 @@ class Attempt:
     restored: int | None = None
     restore_seconds: float | None = None
     proof: str | None = None  # verdict on the resume, a key of `PROOFS`
-    compared: int = 0  # last step that was compared with a step before the interruption
+    compared: int = 0  # last step that was compared with the same step before the interruption
     differs: str = ""  # names of the layers that differ
     saves: list[Save] = field(default_factory=list)
     ended: float = 0.0  # time of the last event
@@ -120,7 +120,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
             history.attempts.append(attempt)
         attempt.began, attempt.ended = min(attempt.began, when), max(attempt.ended, when)
         _take(history, attempt, event, when)
-    # Drop attempts that did not train, which are recorded by commands such as `pin` and by `holdfast run` at its start.
+    # Drop attempts that did not train: commands such as `pin` record them, and so does `holdfast run` when it starts.
     history.attempts = [attempt for attempt in history.attempts if attempt.how != "closed" or _has_trained(attempt)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
@@ -219,7 +219,7 @@ def _skipped(skipped: Any) -> list[tuple[int, str]]:
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    """Apply the supervisor's ``ended`` event to an attempt; except for hangs, the run's own report takes precedence."""
+    """Apply the supervisor's ``ended`` event to an attempt. Except for hangs, the run's own report takes precedence."""
     how = event.get("how")
     attempt.status = _whole(event.get("status"))
     if how == "hung":

@@ -19,7 +19,7 @@ def join(*parts: str) -> Markup:
 
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
-    """Build an element with escaped content; ``data_v`` becomes ``data-v``, and None-valued attributes are omitted."""
+    """Build an element, escaping its content. ``data_v`` becomes ``data-v``; attributes that are None are omitted."""
     start = name
     for key, value in attributes.items():
         if value is not None:

@@ -30,7 +30,7 @@ _BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
-    """Render the page for runs as of ``now``, in seconds since 1970-01-01 UTC; ``left_out`` counts omitted runs."""
+    """Render the page. ``now`` is in seconds since 1970-01-01 UTC, and ``left_out`` is the number of omitted runs."""
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)
@@ -228,7 +228,7 @@ def _saves(run: RunFacts) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table cell: its content, its sort key if it differs from the text, and its CSS class."""
+    """A table cell: its text, its sort key (if that is not the text), and its CSS class."""
 
     text: str
     order: float | str | None = None
@@ -242,7 +242,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Build a sortable table from rows of cells keyed by column heading; screen readers announce its ``name``."""
+    """Build a sortable table from rows that map column headings to cells. Screen readers announce its ``name``."""
     if not rows:
         return Markup()
     heads = (
