@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Classify how an attempt ended, given whether it hung, and whether the supervisor was ``asked`` to end it."""
+    """Classify how an attempt ended, given whether it hung, and whether a signal was forwarded to it (``asked``)."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":

@@ -169,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Describe both values of each key that differs. Keys found only in the checkpoints come last."""
+    """Describe both values of each key that differs, by dotted key. Keys found only in the checkpoints come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"
