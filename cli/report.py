@@ -50,7 +50,7 @@ def _table_width(widths: Sequence[int]) -> int:
 def _print_fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
 ) -> None:
-    """Print a table at terminal width with wrapped cells, or with stacked rows if there are too many columns."""
+    """Print a table at terminal width. Wrap its cells or, if there are too many columns, stack them."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -112,7 +112,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Predicts the next character from up to ``context`` characters; ``characters`` is the alphabet size."""
+    """Predicts the next character from up to ``context`` characters of an alphabet of size ``characters``."""
 
     def __init__(self, model: TextModel, characters: int, context: int, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(characters, model.width, rngs=rngs)

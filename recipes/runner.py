@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Check that the run may resume; return its step, or 0. With ``fetch``, first get newer steps from the mirror."""
+    """Check that the run may resume; return the step, or 0. With ``fetch``, first get newer steps from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:

@@ -206,7 +206,7 @@ class Trainer(Checkpointable):
         return {"loss": sum(losses) / len(losses)}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Return the win rate of each policy against a random player; a resumed run reproduces the rates."""
+        """Return the win rate of each policy against a random player. A resumed run reproduces these rates."""
         rates = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())

@@ -124,7 +124,7 @@ class Rehearsal(Observer):
         os.kill(os.getpid(), self._plan.signal)
 
     def _stop(self) -> None:
-        """Wait for pending saves, and end the process after the last step of the rehearsal."""
+        """End the process after the last step of the rehearsal, once all pending saves have finished."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
             # With several processes, the agreed step may lie beyond the end of the drill.

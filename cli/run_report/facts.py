@@ -257,7 +257,7 @@ def choices(experience: Experience) -> list[Choice]:
 
 
 def advice(experience: Experience) -> str | None:
-    """Recommend the best interval, or return None if it gains too little or the run learns its own interval."""
+    """Recommend the best interval, or return None if it would gain too little or if the run learns its own interval."""
     by_name = {choice.name: choice for choice in choices(experience)}
     if experience.bounds is not None or not {"used", "loses least"} <= by_name.keys():
         return None
