@@ -74,7 +74,7 @@ class LiveComponent(Part):
 
     @property
     def ends(self) -> Callable[[Any], bool]:
-        """A predicate that is True for objects saved as components, including this one if another refers to it."""
+        """A predicate that stops a walk at objects saved as components, including references back to this component."""
         below = {id(child.value) for child in self.children}
         return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
@@ -97,12 +97,12 @@ class LiveComponent(Part):
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Build the component tree of an object; a component with several paths is included only at the first of them."""
+    """Build the component tree of an object. A component with several paths appears only under the first one."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for component paths, False for their parents; a directory has one owner
+        taken: dict[Path, bool] = {}  # True for components, False for their parents; no directory may have two owners
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -148,7 +148,7 @@ def refreshed(old: LiveComponent) -> LiveComponent:
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object itself names, or [] if it has no method for naming them."""
+    """Return the result of ``get_checkpointable_components`` as a list, or [] if the object has no such method."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the matching objects in containers (with ``objects``, also in modules), each with the path to it."""
+    """Yield the path and value of each match in containers and, with ``objects``, in modules."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):

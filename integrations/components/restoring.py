@@ -36,7 +36,7 @@ def kept_values(patterns: Patterns | None) -> PathFilter | None:
 
 @dataclass(eq=False)
 class TreeRestore:
-    """A restore of a live component; all states are read, and thereby verified, before anything is changed."""
+    """Restores a live component and the components below it. All states are read and verified before any change."""
 
     target: LiveComponent
     saved: SavedComponent
@@ -94,7 +94,7 @@ class TreeRestore:
         return origins
 
     def _missing(self) -> list[str]:
-        """Return the target's names for components that are missing from the checkpoint."""
+        """Return the paths in the program of components that are missing from the checkpoint."""
         here = list(self.target.walk())
         within = {component.path for component in here}
         every = [(component.path, component.path) for component in here]
@@ -187,7 +187,7 @@ class TreeRestore:
                 _logger.warning("%s: its state could not be reverted", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """Remove the restored optimizer values of all parameters in the tree that did not fit."""
+        """Remove the restored optimizer values of parameters that did not fit, in the whole tree."""
         fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)
@@ -240,7 +240,7 @@ def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...
 
 @dataclass(eq=False)
 class TreeConstruction:
-    """Constructs the components of a tree with their states, each only once even if several specs refer to it."""
+    """Constructs a component tree and restores it. A component that several specs refer to is built only once."""
 
     saved: SavedComponent
     base: type

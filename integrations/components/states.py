@@ -1,8 +1,8 @@
 """Capture and restore the state of a single component, without the components below it.
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
-the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values of
-a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold them.
+the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. A torch
+optimizer's values are saved with it, under the paths of the parameters, even if other components hold the parameters.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save would."""
+    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError if a save would."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
@@ -271,7 +271,7 @@ def prepare_state(
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # The report lists unrestored values instead.
+    restoration.progress.partial = True  # no warnings, because the report lists unrestored values
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
@@ -311,7 +311,7 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, keyed by path."""
+    """Return the unscheduled plain options of torch optimizers, such as learning rates, keyed by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
     fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
@@ -319,7 +319,7 @@ def _options(graph: LiveGraph) -> dict[str, Any]:
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
     """Remove a component's optimizer values for tensors whose shape has changed; return a message for each."""
-    # This is done last, because only then is it known which parameters of other components do not fit.
+    # This must come last: only then is it known which parameters of other components do not fit.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)

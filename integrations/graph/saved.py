@@ -60,8 +60,8 @@ class SavedGraph:
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # Maps each node to the last edge of the shortest path to it: where the edge starts, and its name. Paths are
-        # built on demand, because in a forged graph each path may be as long as the number of nodes.
+        # Maps each node to the last edge on the shortest path to it, as a pair of start node and edge name. Paths are
+        # built on demand, because in a forged graph every path may be almost as long as the number of nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
@@ -229,7 +229,7 @@ class SavedGraph:
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
-    """Return the node at a path, creating missing nodes; None if the path leads through a value."""
+    """Return the node at a path, creating missing nodes, or None if the path leads through a value."""
     for segment in path:
         edges = nodes[start].edges
         if segment not in edges:

@@ -173,7 +173,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
 
 class StoredGraph:
-    """A graph on disk that is open for reading; its structure is read at once, and its values on demand."""
+    """A graph that is open for reading. Its structure is read immediately, and its values are read on demand."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class StoredGraph:
         return [array if array is None or is_first else array.copy() for array, is_first in pairs]
 
     def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
-        """Read the arrays of leaves for their templates, in the form that `materialize` expects."""
+        """Read the arrays that the templates of leaves need, in the form that `materialize` expects."""
         count = Counter(names)
         once = [index for index, name in enumerate(names) if count[name] == 1 and not name.startswith(PER_PROCESS)]
         leaves = [self.leaves[names[index]] for index in once]
