@@ -109,7 +109,7 @@ class Checkpointable:
             layout: Sizes of chunks and data files, and the compression of chunks, as in ``hf.Layout(compression=3)``.
             use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
             step: The step number that ``holdfast ls runs/x`` shows if ``path`` is a directory like ``runs/x/1200``.
-            metrics: Metrics to store with the checkpoint, as numbers by name.
+            metrics: Metrics to store with the checkpoint, as a mapping from name to number.
             coordinator: The coordinator of the processes. None uses jax.distributed or torch.distributed if either is
                 initialized; ``hf.processes.Alone()`` saves the components of this process alone.
             filesystem: The fsspec or pyarrow file system that contains ``path``. The returned URL is valid in all
@@ -206,9 +206,9 @@ class Checkpointable:
 
         Args:
             path: The directory of a component tree, or of a component in it.
-            trust: Import everything that the checkpoint names. Only for checkpoints that you trust like your own code.
+            trust: Import everything that the checkpoint names. Use only if you trust it like your own code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
-                ``"mygame.*"``, in addition to those of :func:`~holdfast.components.allow`. A pattern allows objects
+                ``"mygame.*"``, in addition to any given to :func:`~holdfast.components.allow`. A pattern allows objects
                 that are defined in matching modules, but not objects that these modules import from elsewhere.
             renamed: Maps import paths in the checkpoint to the current classes or their import paths.
             fallback: Construct a component of this class from the overrides alone if the saved class no longer exists.
@@ -241,7 +241,7 @@ class Checkpointable:
         """Return a snapshot of the state; later changes do not affect it.
 
         Args:
-            components: Which components below to include: a path such as ``"learner/p0"``, a list of paths, or a
+            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a
                 pattern such as ``"learner/*"``; None includes all. Parents of selected ones add only their own state.
             not_components: The components to exclude; takes precedence over ``components``.
             **options: Arguments such as ``inference_only=True`` for components below that have their own ``get_state``;

@@ -39,7 +39,7 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array argument that is kept
+_ARRAY_LIMIT = 1 << 20  # maximum size of an array argument to keep, in bytes
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Tensor dtypes that numpy also supports.
@@ -278,7 +278,7 @@ class SpecDecoder:
         }
 
     def decode(self, value: Any) -> Any:
-        """Decode an argument; return a `Missing` if it or a part of it was not kept."""
+        """Decode an argument; return a `Missing` if any part of it was not kept."""
         self._missing.clear()
         try:
             argument = self._decode(value, 0)
@@ -339,7 +339,7 @@ class SpecDecoder:
 
 
 def available(text: str) -> str:
-    """Return the given torch device name, or the name of an available device if this machine lacks the given one."""
+    """Return a torch device name unchanged if this machine has the device; otherwise, return an available one."""
     device = text.partition(":")[0]
     if device not in _DEVICES:
         return text

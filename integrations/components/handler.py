@@ -119,7 +119,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The running component to restore. For a new component: its class, or None for the saved class.
             files: The folder's files, from the commit record.
             strict: Raise an error if a component or value exists only in the program or only in the checkpoint.
-            misfits: For a running component: records the values that do not fit, which are left unchanged.
+            misfits: For a running component: records the values that do not fit; these are left unchanged.
             modes: For a running component: whether to restore the training or evaluation mode of modules and the
                 ``requires_grad`` flags of parameters.
             keep: For a running component: path patterns such as ``"**/lr"``; matching values are left unchanged.

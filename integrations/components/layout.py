@@ -145,7 +145,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return a record for each component, keyed by path. Each has items for the component and those below it."""
+    """Return a record for each component, keyed by path. Each record has items for the component and those below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():

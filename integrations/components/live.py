@@ -15,7 +15,7 @@ from ...engine.stateful import ActorState, adapted, is_stateful
 from ..graph import Part, Path, is_actor_class, is_module, nnx_children, tracked_attributes, unwrapped
 from .names import STATE, format_component_path, named_path
 
-ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the constructor arguments
+ARGUMENTS = "_holdfast_recipe"  # name of the attribute that holds the constructor arguments
 _DEPTH = 8  # maximum depth to which containers are searched for components
 
 
@@ -23,7 +23,7 @@ _DEPTH = 8  # maximum depth to which containers are searched for components
 class LiveComponent(Part):
     """A live component; a walk visits its attributes and the components that it names."""
 
-    path: Path  # from the root
+    path: Path  # path from the root
     name: str = ""  # name within the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
     # maps additional paths of components to their primary paths in the tree
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that this one names, with their relative paths; those located elsewhere come last."""
+        """Return the components named by this one, with relative paths; components located elsewhere come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -97,7 +97,7 @@ class LiveComponent(Part):
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Build the component tree of an object. A component with several paths appears only under the first one."""
+    """Build the component tree of an object. A component with several paths appears only under the first path."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
 

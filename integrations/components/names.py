@@ -41,7 +41,7 @@ def _read_key(key: str, text: str) -> str:
 
 
 def format_component_path(path: Path) -> str:
-    """Format a component path as users write it; the root is ``(root)``."""
+    """Format a component path as users write it; the root is shown as ``(root)``."""
     return "/".join(STATE if segment == _STATE_ESCAPED else segment.replace("%2E", ".") for segment in path) or "(root)"
 
 

@@ -238,7 +238,7 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at a path relative to ``saved``, even if it is saved under another path, or None."""
+    """Return the component at a path relative to ``saved``, or None; shared components are found under all paths."""
     if not path:
         return saved
     for name, child in saved.children.items():

@@ -1,4 +1,4 @@
-"""Save component trees: prepare all states before anything is written, then commit them at once.
+"""Save component trees: prepare all states before anything is written, then commit them together.
 
 The metadata records library versions and the commit of the program's git repository.
 """

@@ -101,7 +101,7 @@ def overrides(value: Any, method: str) -> bool:
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with the given arguments that are not None and that the method accepts."""
+    """Call an object's own ``get_state``, passing only arguments that are not None and that it accepts."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states; ``partial`` allows optimizer values for parameters outside the tree to be left out."""
+    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be omitted."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -177,7 +177,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 
 
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for components inside objects that a search for components does not enter."""
+    """Raise UnsupportedLeafError if an object that is not searched for components contains one."""
     named = {id(other.value) for other in component.root.walk()}
     # Components found among the attributes are exempt, because a save logs a warning if they are not named.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizer values that would be lost because no component holds the parameters."""
+    """Raise UnsupportedLeafError if optimizer values would be lost because no component holds the parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own state and the states of its children, which RLlib may nest by path."""
+    """Split a state into the component's own state and its children's states, even if nested by path as in RLlib."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -377,7 +377,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
 
 @collection_paused()
 def own_graph(component: LiveComponent) -> LiveGraph:
-    """Return the graph of a component's own values, which ends at other components."""
+    """Return the graph of a component's own values; the graph ends at other components."""
     component.added.clear()
     graph = walk(component, ends=component.ends)
     # Optimizer parameters without a name in this component are added under their paths from the root of the tree.

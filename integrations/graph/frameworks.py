@@ -76,7 +76,7 @@ class TensorSlot:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the elements cannot be written individually, or None."""
+        """The reason why the elements cannot be written individually, or None if they can."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -254,7 +254,7 @@ class OptimizerSlot:
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # not its `state`, because a wrapper's load_state_dict() may replace that
+        self._optimizer = optimizer  # do not keep its `state`: a wrapper's load_state_dict() may replace that
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -391,7 +391,7 @@ def bare_variable(value: Any) -> Any:
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return a Keras object's variables, layers and optimizer by name, and internal lists that ``saved`` names."""
+    """Return a Keras object's variables, layers and optimizer by name, plus the internal lists named in ``saved``."""
     # `order` gives, for each optimizer parameter, the index of its values in the saved lists.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()

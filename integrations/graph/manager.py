@@ -172,7 +172,7 @@ class CheckpointManager:
 
         Args:
             checkpoint_number: The number to use instead of the next one; may be a counter object from any library.
-            check_interval: Whether to respect `checkpoint_interval`. In any case, the last step is not saved again.
+            check_interval: Whether to respect `checkpoint_interval`. The last saved step is not saved again either way.
 
         Returns:
             The checkpoint's path, or None if nothing was saved. A background save may not be committed yet.

@@ -144,7 +144,7 @@ class Matching:
                 slot = visit.slot  # an object that changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint and is set to None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # also reads a plain state_dict()
+        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # accept a plain state_dict(), too
             covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
@@ -160,7 +160,7 @@ class Matching:
             # Objects appended to a list later can still be restored; objects appended to a deque cannot.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Preserve the identity of elements in a tuple, or with other references, unless the length changes.
+            # Elements of a tuple, and elements referenced elsewhere, keep their identity unless the length changes.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -187,7 +187,7 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # Without has_own_states, the graph may be that of a plain tree, which has extra edges for dotted keys.
+                # Without has_own_states, this may be the graph of a plain tree, which has extra edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -329,7 +329,7 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root that a node stands for; return any other object unchanged."""
+    """Return the root that a node represents; return any other object unchanged."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 

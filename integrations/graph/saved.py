@@ -37,7 +37,7 @@ def current_name(name: str) -> str:
 class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
     value: str | None = None  # storage name of the value, which is a leaf or a container
-    type: str = ""  # the object's type name; empty for values, except number boxes
+    type: str = ""  # the object's type name; empty for values other than number boxes and enums
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[int]] = field(default_factory=list)  # parameters of each optimizer group
     transform: Transform | None = None  # None restores the value unchanged
@@ -148,7 +148,7 @@ class SavedGraph:
 
     @cached_property
     def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
-        """Optimizer values as (name, node) pairs, keyed by optimizer node, then by parameter node."""
+        """The optimizer values as (name, node) pairs, keyed by optimizer node, then by parameter node."""
         kept_by: dict[int, dict[int, list[tuple[str, int]]]] = {}
         for number, node in enumerate(self.nodes):
             kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}

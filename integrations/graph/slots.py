@@ -110,11 +110,11 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that is handled by the object's own methods and is the same on all processes."""
+    """A part of an object's state that the object's own methods get and set, and that is the same on all processes."""
 
 
 class MemberSlot(Attachment):
-    """An enum member, saved by name (flags as ``A|B``), or as a number or string if it is equal to one."""
+    """An enum member, saved by name (flags as ``A|B``), or by value if it is also a number or string."""
 
     def get(self) -> Any:
         return self.value.value if is_python_value(self.value) else self.value.name or ""  # "" if no flag is set

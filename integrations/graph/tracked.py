@@ -120,7 +120,7 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """Internal data about a node, kept apart from the objects that the node holds."""
+    """Internal data of a node, kept apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
     root: Any = None  # object whose edges the node also has, or a weak reference to it
@@ -131,7 +131,7 @@ class Node:
     """A holder of named objects, which groups them in a checkpoint or represents another object.
 
     Every object assigned to an attribute is saved with the node. If a restored checkpoint has values for an attribute
-    that does not exist yet, an object assigned to it later is restored immediately.
+    that does not exist yet, the object that is later assigned to it is restored immediately.
 
     Args:
         **objects: The objects that the node holds, by name.
@@ -402,7 +402,7 @@ def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callabl
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Return a tracked copy of a plain list or dict if a restore has values for its contents; otherwise, the value."""
+    """Track a plain list or dict if a restore has values for its contents; return any other value unchanged."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value

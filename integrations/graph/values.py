@@ -77,7 +77,7 @@ class SavedValues:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
         self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, keyed by container; set by `below`
-        self.sharing: set[int] = set()  # containers with inner containers that are used elsewhere; filled by `below`
+        self.sharing: set[int] = set()  # containers that hold containers used elsewhere; set by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # container keys, by node and edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
@@ -304,7 +304,7 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created the value yet
         return ...
-    # Accept a saved None, and a number of any type, because a float may have started as the int 0.
+    # Accept a saved None, or any type of number: a value that is now a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

@@ -89,7 +89,7 @@ class Leaf:
     """An object with a value, as opposed to a branch with edges."""
 
     slot: Slot
-    shared: bool  # whether it is stored only once, even if several paths lead to it
+    shared: bool  # whether the object is stored only once, even if several paths lead to it
     ready: bool = True  # whether it has a value yet; a lazy module's parameters have none until the first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
@@ -277,7 +277,7 @@ def _optimizer(value: Any, slot: Slot) -> View:
 
 
 def options_edge(optimizer: Any) -> Edge:
-    """Return the edge from a torch optimizer to its group options, each of which has its own slot."""
+    """Return the edge from a torch optimizer to its group options; each option has its own slot."""
     options = map(group_options, optimizer.param_groups)
     groups = [{name: OptionSlot(optimizer, index, name) for name in names} for index, names in enumerate(options)]
     return Edge(GROUPS, GROUPS, Attachment(optimizer, (GROUPS,), groups))

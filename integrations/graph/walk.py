@@ -64,7 +64,7 @@ class LiveGraph:
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes, except for those that only name objects outside the graph."""
+        """The nodes that belong to the graph, as opposed to those that only name objects outside it."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
