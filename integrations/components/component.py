@@ -1,4 +1,4 @@
-"""The `Checkpointable` base class for components, and the protocol of components."""
+"""The `Component` protocol, and the `Checkpointable` base class that implements it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _logger = logging.getLogger("holdfast")
 
 @runtime_checkable
 class Component(Protocol):
-    """An object with a state that can be part of a component tree and can have components below it."""
+    """An object with state that can be part of a component tree and can have child components."""
 
     def get_state(self) -> Any:
-        """Return the state, with or without the states of the components below it, which are saved separately."""
+        """Return the state. It may include the states of child components, but these are saved separately anyway."""
 
     def set_state(self, state: Any) -> None:
         """Restore a complete or partial state; values that are not in it are left unchanged."""
@@ -53,7 +53,7 @@ class Component(Protocol):
 
 
 class Checkpointable:
-    """Base class for components, which can be saved to a directory, restored from it and constructed from it.
+    """Base class for components that can be saved to, restored from and constructed from a directory.
 
     By default, the state of a component is everything reachable from its attributes (tensors, arrays, modules,
     optimizers, numbers, strings, containers, random generators, other objects), and the components below it are the
@@ -109,14 +109,14 @@ class Checkpointable:
             layout: Sizes of chunks and data files, and the compression of chunks, as in ``hf.Layout(compression=3)``.
             use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
             step: The step number that ``holdfast ls runs/x`` shows if ``path`` is a directory like ``runs/x/1200``.
-            metrics: Metrics to store with the checkpoint, as numbers by name.
+            metrics: Metrics to store with the checkpoint, as a mapping from name to number.
             coordinator: The coordinator of the processes. None uses jax.distributed or torch.distributed if either is
                 initialized; ``hf.processes.Alone()`` saves the components of this process alone.
             filesystem: The fsspec or pyarrow file system that contains ``path``. The returned URL is valid in all
                 processes that have passed an equal file system.
 
         Returns:
-            The path or URL, which can be passed to all methods that restore.
+            The path or URL, which can be passed to the methods that restore.
 
         Raises:
             UnsupportedLeafError: A state cannot be saved; the message names the value. Nothing was written.
@@ -168,7 +168,7 @@ class Checkpointable:
             filesystem: The fsspec or pyarrow file system that contains ``path``.
 
         Returns:
-            A report on the components and values that were restored, and on those that were not.
+            A report on the restored and unrestored components and values.
 
         Raises:
             CheckpointNotFoundError: There is no saved component at the path.
@@ -206,9 +206,9 @@ class Checkpointable:
 
         Args:
             path: The directory of a component tree, or of a component in it.
-            trust: Import everything that the checkpoint names. Only for checkpoints that you trust like your own code.
+            trust: Import everything that the checkpoint names. Use only if you trust it like your own code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
-                ``"mygame.*"``, in addition to those of :func:`~holdfast.components.allow`. A pattern allows objects
+                ``"mygame.*"``, in addition to any given to :func:`~holdfast.components.allow`. A pattern allows objects
                 that are defined in matching modules, but not objects that these modules import from elsewhere.
             renamed: Maps import paths in the checkpoint to the current classes or their import paths.
             fallback: Construct a component of this class from the overrides alone if the saved class no longer exists.
@@ -238,11 +238,11 @@ class Checkpointable:
     def get_state(
         self, components: Names | None = None, *, not_components: Names | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Return a snapshot of the state, which later changes do not affect.
+        """Return a snapshot of the state; later changes do not affect it.
 
         Args:
-            components: Which components below to include: a path such as ``"learner/p0"``, a list of paths, or a
-                pattern such as ``"learner/*"``; None includes all. Components above these add only their own state.
+            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a
+                pattern such as ``"learner/*"``; None includes all. Parents of selected ones add only their own state.
             not_components: The components to exclude; takes precedence over ``components``.
             **options: Arguments such as ``inference_only=True`` for components below that have their own ``get_state``;
                 each of these receives the arguments that it accepts.

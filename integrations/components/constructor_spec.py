@@ -1,4 +1,4 @@
-"""Encode constructor arguments as JSON (a constructor spec), and decode specs without trusting their content.
+"""Encode constructor arguments as JSON (a constructor spec), and decode specs without trusting their contents.
 
 JSON scalars and lists stand for themselves. Every JSON object has a single key that names the kind of the value, as in
 ``{"tuple": [...]}`` or ``{"component": "learner/p0"}``. A spec never contains Python code, pickled or otherwise.
@@ -39,14 +39,14 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array argument that is kept
+_ARRAY_LIMIT = 1 << 20  # maximum size of an array argument to keep, in bytes
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Tensor dtypes that numpy also supports.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 _MISSING = "missing"  # kind of an argument that could not be kept
 _NUMBERS = "numbers"  # kind of a long sequence of numbers
-_NESTED = "recipe"  # kind of an object with a spec of its own
+_NESTED = "recipe"  # kind of an object with its own spec
 
 # Returns the reference to a component in the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
@@ -223,7 +223,7 @@ class Missing:
 
 
 class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
-    """Carries the error of a constructor past the handlers for damaged checkpoints."""
+    """Carries a constructor's error past the code that reports damaged checkpoints."""
 
 
 def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
@@ -278,7 +278,7 @@ class SpecDecoder:
         }
 
     def decode(self, value: Any) -> Any:
-        """Decode an argument; return a `Missing` if it or a part of it was not kept."""
+        """Decode an argument; return a `Missing` if any part of it was not kept."""
         self._missing.clear()
         try:
             argument = self._decode(value, 0)
@@ -339,7 +339,7 @@ class SpecDecoder:
 
 
 def available(text: str) -> str:
-    """Return the name of a torch device, or of an available device if this machine lacks the requested one."""
+    """Return a torch device name unchanged if this machine has the device; otherwise, return an available one."""
     device = text.partition(":")[0]
     if device not in _DEVICES:
         return text

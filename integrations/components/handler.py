@@ -1,4 +1,4 @@
-"""A checkpoint handler for component trees, which are saved either at once or in the background."""
+"""A checkpoint handler that saves component trees, either immediately or in the background."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
 
     Args:
         layout: Sizes of chunks and data files, and the compression of chunks.
-        compression: The zstd compression level for chunks, which overrides that of the layout.
+        compression: The zstd compression level for chunks; overrides the level in ``layout``.
         use_msgpack: Store the arrays of each component in a single msgpack file instead of a database.
 
     >>> import tempfile, numpy as np
@@ -82,7 +82,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The component.
             snapshot: Whether the component may change between this call and the write.
             state: The state to save instead of the component's own; components that are not in it are left out.
-            layout: Sizes of chunks and data files, which override those of the handler.
+            layout: Sizes of chunks and data files; overrides the handler's layout.
             reuse: The data files of earlier steps; unchanged data is not written again.
             **kwargs: No other arguments are accepted.
 
@@ -119,7 +119,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The running component to restore. For a new component: its class, or None for the saved class.
             files: The folder's files, from the commit record.
             strict: Raise an error if a component or value exists only in the program or only in the checkpoint.
-            misfits: For a running component: records the values that do not fit, which are left unchanged.
+            misfits: For a running component: records the values that do not fit; these are left unchanged.
             modes: For a running component: whether to restore the training or evaluation mode of modules and the
                 ``requires_grad`` flags of parameters.
             keep: For a running component: path patterns such as ``"**/lr"``; matching values are left unchanged.

@@ -59,8 +59,8 @@ class Description:
     obstacle: str = ""  # why the constructor arguments are unknown
     path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
-    # Maps the relative path of each component that is saved elsewhere in the tree to the path, from the root, under
-    # which it is saved.
+    # For components that are saved elsewhere in the tree: maps the relative path of each to the path from the root
+    # under which it is saved.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
@@ -83,7 +83,7 @@ class Description:
 
     @classmethod
     def decode(cls, content: bytes, *, source: str) -> Description:
-        """Decode the untrusted content of a file; ``source`` is its path, for error messages."""
+        """Decode the untrusted contents of a file; error messages refer to the file as ``source``."""
         body = decode_document(content, _DOCUMENT, source=source)
         version = body.get("layout")
         match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
@@ -145,7 +145,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return a record for each component, keyed by path, with items for it and the components below it."""
+    """Return a record for each component, keyed by path. Each record has items for the component and those below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():

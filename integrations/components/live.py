@@ -15,7 +15,7 @@ from ...engine.stateful import ActorState, adapted, is_stateful
 from ..graph import Part, Path, is_actor_class, is_module, nnx_children, tracked_attributes, unwrapped
 from .names import STATE, format_component_path, named_path
 
-ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the constructor arguments
+ARGUMENTS = "_holdfast_recipe"  # name of the attribute that holds the constructor arguments
 _DEPTH = 8  # maximum depth to which containers are searched for components
 
 
@@ -23,7 +23,7 @@ _DEPTH = 8  # maximum depth to which containers are searched for components
 class LiveComponent(Part):
     """A live component; a walk visits its attributes and the components that it names."""
 
-    path: Path  # from the root
+    path: Path  # path from the root
     name: str = ""  # name within the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
     # maps additional paths of components to their primary paths in the tree
@@ -74,7 +74,7 @@ class LiveComponent(Part):
 
     @property
     def ends(self) -> Callable[[Any], bool]:
-        """A predicate that is True for objects saved as components, including this one if another refers to it."""
+        """A predicate that stops a walk at objects saved as components, including references back to this component."""
         below = {id(child.value) for child in self.children}
         return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that this one names, with their relative paths; those located elsewhere come last."""
+        """Return the components named by this one, with relative paths; components located elsewhere come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -97,12 +97,12 @@ class LiveComponent(Part):
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Build the component tree of an object; a component with several paths is included only at the first of them."""
+    """Build the component tree of an object. A component with several paths appears only under the first path."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for component paths, False for their parents; a directory has one owner
+        taken: dict[Path, bool] = {}  # True for components, False for their parents; no directory may have two owners
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -148,7 +148,7 @@ def refreshed(old: LiveComponent) -> LiveComponent:
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the components that an object itself names, or [] if it has no method for naming them."""
+    """Return the result of ``get_checkpointable_components`` as a list, or [] if the object has no such method."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the matching objects in containers (with ``objects``, also in modules), each with the path to it."""
+    """Yield the path and value of each match in containers and, with ``objects``, in modules."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):

@@ -41,7 +41,7 @@ def _read_key(key: str, text: str) -> str:
 
 
 def format_component_path(path: Path) -> str:
-    """Format a component path as users write it; the root is ``(root)``."""
+    """Format a component path as users write it; the root is shown as ``(root)``."""
     return "/".join(STATE if segment == _STATE_ESCAPED else segment.replace("%2E", ".") for segment in path) or "(root)"
 
 
@@ -83,7 +83,7 @@ class Selection:
         return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return relative paths of the selected components below a path (None for all), and of the excluded ones."""
+        """Return the relative paths of selected components below a path (None for all), and of excluded ones."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 

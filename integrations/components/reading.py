@@ -89,7 +89,7 @@ class NativeComponent:
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
-        """Open the component's own state as a graph, whose document may be stored as one of the values."""
+        """Open the component's own state as a graph; the graph document, if any, is stored among the values."""
         reader = self._reader()
         values = {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}
         texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
@@ -238,7 +238,7 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at a path relative to ``saved``, or None; it may be saved under another path."""
+    """Return the component at a path relative to ``saved``, or None; shared components are found under all paths."""
     if not path:
         return saved
     for name, child in saved.children.items():
@@ -261,9 +261,9 @@ def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda pa
     return state
 
 
-# ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
+# ---- named tuples and dataclasses in a state are restored as objects of the program's own classes
 
-# A checkpoint names the classes of such objects, but never causes an import or a call.
+# A checkpoint names the classes of these objects, but that never causes an import or a call.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses registered with JAX are nodes.
 
 
@@ -306,7 +306,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
 
 
 def _import_paths(label: str, module: str) -> Iterator[str]:
-    """Yield the import paths that a dotted name may stand for, even if the class moved to or from ``__main__``."""
+    """Yield the import paths that a dotted name may refer to, even if the class moved to or from ``__main__``."""
     parts = label.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[size:])

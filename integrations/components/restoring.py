@@ -36,7 +36,7 @@ def kept_values(patterns: Patterns | None) -> PathFilter | None:
 
 @dataclass(eq=False)
 class TreeRestore:
-    """A restore of a live component; all states are read, and thereby verified, before anything is changed."""
+    """Restores a live component and the components below it. All states are read and verified before any change."""
 
     target: LiveComponent
     saved: SavedComponent
@@ -44,7 +44,7 @@ class TreeRestore:
     strict: bool
     keep: Keep | PathFilter | None = None
     fresh: bool = False  # whether the component was just constructed
-    misfits: Misfits | None = None  # records values that do not fit, which are left unchanged
+    misfits: Misfits | None = None  # records values that do not fit; these are left unchanged
     modes: bool = False  # whether to restore module modes and ``requires_grad`` flags as well
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class TreeRestore:
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return saved components, keyed by the paths of their live counterparts; children come before parents."""
         origins: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # for components named by the target but located elsewhere
+        elsewhere: dict[Path, SavedComponent] = {}  # for components that the target names but does not contain
 
         def visit(live: LiveComponent, saved: SavedComponent) -> None:
             for child in live.children:
@@ -94,7 +94,7 @@ class TreeRestore:
         return origins
 
     def _missing(self) -> list[str]:
-        """Return the target's names for components that are missing from the checkpoint."""
+        """Return the paths in the program of components that are missing from the checkpoint."""
         here = list(self.target.walk())
         within = {component.path for component in here}
         every = [(component.path, component.path) for component in here]
@@ -171,7 +171,7 @@ class TreeRestore:
         self._done[live.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
-        """Return the paths at which a component keeps its own values."""
+        """Return the paths of values that a component keeps instead of restoring them."""
         keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
         if isinstance(keep, PathFilter):
             return [path for path, _ in values if not keep.chooses((*above, *path))]
@@ -187,7 +187,7 @@ class TreeRestore:
                 _logger.warning("%s: its state could not be reverted", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """Remove the restored optimizer values of all parameters in the tree that did not fit."""
+        """For parameters that did not fit, remove the restored optimizer values throughout the tree."""
         fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)
@@ -240,7 +240,7 @@ def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...
 
 @dataclass(eq=False)
 class TreeConstruction:
-    """Constructs the components of a tree with their states, each only once even if several specs refer to it."""
+    """Constructs a component tree and restores it. A component that several specs refer to is built only once."""
 
     saved: SavedComponent
     base: type

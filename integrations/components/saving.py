@@ -1,4 +1,4 @@
-"""Save component trees: prepare all states before anything is written, then commit them at once.
+"""Save component trees: prepare all states before anything is written, then commit them together.
 
 The metadata records library versions and the commit of the program's git repository.
 """
@@ -49,7 +49,7 @@ class PreparedComponents:
 
     states: Mapping[Path, PreparedItem]  # keyed by component path; () is the root
     descriptions: Mapping[Path, bytes]  # contents of the component description files
-    files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, after it has been written
+    files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, filled in by `write`
 
     def commit(
         self, location: Location, *, overwrite: bool, step: int | None, metrics: Mapping[str, float] | None
@@ -251,7 +251,7 @@ _version = functools.cache(metadata.version)
 @functools.cache
 def commit_of(module: str) -> str | None:
     """Return the commit of a module's git repository, or None, without running git."""
-    # Cached, because a commit that is made later does not describe the code that has been loaded.
+    # Cached, because later commits do not describe the code that was loaded.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 

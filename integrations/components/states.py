@@ -1,8 +1,8 @@
 """Capture and restore the state of a single component, without the components below it.
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
-the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values of
-a torch optimizer are saved with the optimizer, under the parameters' paths, even if other components hold them.
+the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. A torch
+optimizer's values are saved with it, under the paths of the parameters, even if other components hold the parameters.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def overrides(value: Any, method: str) -> bool:
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with the given arguments that are not None and that the method accepts."""
+    """Call an object's own ``get_state``, passing only arguments that are not None and that it accepts."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states; ``partial`` allows optimizer values for parameters outside the tree to be left out."""
+    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be omitted."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -153,7 +153,7 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError as a save would."""
+    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError if a save would."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
@@ -177,7 +177,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 
 
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for components inside objects that a search for components does not enter."""
+    """Raise UnsupportedLeafError if an object that is not searched for components contains one."""
     named = {id(other.value) for other in component.root.walk()}
     # Components found among the attributes are exempt, because a save logs a warning if they are not named.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizer values that would be lost because no component holds the parameters."""
+    """Raise UnsupportedLeafError if optimizer values would be lost because no component holds the parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own state and the states of its children, which RLlib may nest by path."""
+    """Split a state into the component's own state and its children's states, even if nested by path as in RLlib."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -271,7 +271,7 @@ def prepare_state(
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # The report lists unrestored values instead.
+    restoration.progress.partial = True  # no warnings, because the report lists unrestored values
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
@@ -311,7 +311,7 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, keyed by path."""
+    """Return the unscheduled plain options of torch optimizers, such as learning rates, keyed by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
     fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
@@ -319,7 +319,7 @@ def _options(graph: LiveGraph) -> dict[str, Any]:
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
     """Remove a component's optimizer values for tensors whose shape has changed; return a message for each."""
-    # This is done last, because only then is it known which parameters of other components do not fit.
+    # This must come last: only then is it known which parameters of other components do not fit.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
@@ -377,7 +377,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
 
 @collection_paused()
 def own_graph(component: LiveComponent) -> LiveGraph:
-    """Return the graph of a component's own values, which ends at other components."""
+    """Return the graph of a component's own values; the graph ends at other components."""
     component.added.clear()
     graph = walk(component, ends=component.ends)
     # Optimizer parameters without a name in this component are added under their paths from the root of the tree.

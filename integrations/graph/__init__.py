@@ -1,4 +1,4 @@
-"""Save graphs of live objects, and restore them by name, either at once or as objects are attached."""
+"""Save graphs of live objects and restore them by name, either immediately or as objects are attached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint object, which saves the objects that are attached to it and restores them by name."""
+"""The `Checkpoint` class, which saves the objects attached to it and restores them by name."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _logger = logging.getLogger("holdfast")
 class _CheckpointState(NodeState):
     managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # managers to notify of each restore
     reported: Mapping[Path, str] = field(default_factory=dict)  # reasons and notes logged by the last save
-    restorations: list[Restoration] = field(default_factory=list)  # restores with values for objects attached later
+    restorations: list[Restoration] = field(default_factory=list)  # restores that have values left to assign
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
 
 class Checkpoint(Node):
-    """Saves and restores attached objects, which are identified by the names of the attributes that lead to them.
+    """Saves and restores the objects attached to it, identifying each by the attribute names that lead to it.
 
     Objects can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
     numbers and strings, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
@@ -92,7 +92,7 @@ class Checkpoint(Node):
 
         Args:
             prefix: A path or URL whose last component is the start of the checkpoint's name.
-            background: Write in the background, and return as soon as the objects may be modified.
+            background: Write in the background, and return as soon as it is safe to modify the objects.
             layout: Sizes of chunks, segments and data files.
 
         Returns:
@@ -117,7 +117,7 @@ class Checkpoint(Node):
         Args:
             path: A path or URL.
             overwrite: Replace an existing checkpoint at the path.
-            background: Write in the background, and return as soon as the objects may be modified.
+            background: Write in the background, and return as soon as it is safe to modify the objects.
             layout: Sizes of chunks, segments and data files.
 
         Returns:
@@ -154,7 +154,7 @@ class Checkpoint(Node):
         select: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
-        """Restore all attached objects now, and objects attached later as soon as they are attached.
+        """Restore all attached objects now, and any other objects as soon as they are attached.
 
         Tensors, numpy arrays and nnx variables are updated in place; immutable values are replaced in the object that
         holds them. Shapes and dtypes are validated before anything is changed.
@@ -230,7 +230,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Capture the objects for a save, and log the skipped ones; raise an error if the save would lose values."""
+    """Capture the objects for a save and log those that are skipped; raise StateError if the save would lose values."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
@@ -254,7 +254,7 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
     before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # the error of the previous save; the current save is in progress or done
+    except SaveFailedError:  # raised for the previous save; the current one is in progress or done
         raise
     except BaseException:
         state.counter = before
@@ -299,7 +299,7 @@ class CheckpointTemplate:
             wanted = set(restoration.progress.wanted.values())
             for other in state.restorations:
                 if wanted.issuperset(other.progress.left().values()):
-                    other.retire()  # this restore has all values that the other one is still waiting for
+                    other.retire()  # this restore has values for everything that `other` is waiting for
             state.restorations = [other for other in state.restorations if not other.retired and other.progress.left()]
             state.restorations.append(restoration)
             for manager in state.managers if self.counts else ():
@@ -348,7 +348,7 @@ class _GraphSaver(AsyncCheckpointer):
         self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
-        """Return the next free number, which is the same on all processes."""
+        """Return the next free number, agreed on by all processes."""
         decide = partial(self._processes.decide, f"number {prefix.url}")
         return int(decide(lambda: max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1))
 

@@ -32,17 +32,17 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-EXTRA_STATE = "_extra_state"  # last key segment of the get_extra_state() result in a module's state_dict()
+EXTRA_STATE = "_extra_state"  # last segment of the state_dict() key for the result of get_extra_state()
 
 
 def is_module(value: object) -> bool:
-    """True for a torch module, except for an actor class that ``ray.remote`` created from a module class."""
+    """True for a torch module, unless ``ray.remote`` has turned its class into an actor class."""
     torch = loaded("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
 
 def is_uninitialized(tensor: Any) -> bool:
-    """True for a parameter of a lazy module that does not have a shape yet."""
+    """True for a lazy module's parameter that has no shape yet."""
     torch: Any = loaded("torch")
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
@@ -68,7 +68,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
 
 
 class TensorSlot:
-    """A tensor that is updated in place; an uninitialized parameter takes the shape of the restored value."""
+    """A tensor that a restore updates in place. An uninitialized parameter takes the shape of the restored value."""
 
     def __init__(self, tensor: Any) -> None:
         self.anchor = tensor
@@ -76,7 +76,7 @@ class TensorSlot:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the elements cannot be written individually, or None."""
+        """The reason why the elements cannot be written individually, or None if they can."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -166,7 +166,7 @@ class ModuleState(PartState):
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        # With several processes, each process has its own sums, which are not saved.
+        # With several processes, each accumulates its own metric state, which is not saved.
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
@@ -190,7 +190,7 @@ class ModuleState(PartState):
         with torch.no_grad():
             for parameter, before in exact:
                 parameter.copy_(before)
-        # torchmetrics adds up the sums of all processes, so only process 0 continues from the saved sums.
+        # torchmetrics adds up the metric states of all processes, so restore the saved state only on process 0.
         if saved is not None and current_coordinator().process_index == 0:
             set_accumulated(self.target, saved)
 
@@ -205,7 +205,7 @@ _ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumul
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
-    """Return the state that a torchmetrics metric has accumulated, which its ``state_dict()`` omits."""
+    """Return a torchmetrics metric's accumulated state, which ``state_dict()`` omits; return {} for other objects."""
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
@@ -242,19 +242,19 @@ _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group that are saved, such as the learning rate, keyed by name."""
+    """Return the options to save for a parameter group, such as the learning rate, keyed by name."""
     return {name: value for name, value in group.items() if not name.startswith("param") and name not in _EXECUTION}
 
 
 class OptimizerSlot:
-    """An optimizer's value for one parameter, such as a moment estimate; it may not exist yet."""
+    """An optimizer's value for one parameter, such as a moment estimate. The value may not exist yet."""
 
     def __init__(self, optimizer: Any, group: dict[str, Any], parameter: Any, name: str) -> None:
         self.anchor = self.parameter = parameter
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # keep no reference to its `state`, which a wrapper's load_state_dict() may replace
+        self._optimizer = optimizer  # do not keep its `state`: a wrapper's load_state_dict() may replace that
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -265,7 +265,7 @@ class OptimizerSlot:
 
 
 class OptionSlot:
-    """An option of a parameter group, which may not exist yet; an option that is a tensor is updated in place."""
+    """An option of a parameter group. The option may not exist yet; if it is a tensor, it is updated in place."""
 
     def __init__(self, optimizer: Any, number: int, name: str) -> None:
         self.anchor = optimizer
@@ -314,7 +314,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
-    """Return a template that is sharded like the parameter if it is a DTensor of the same shape; otherwise, ``...``."""
+    """If the parameter is a DTensor of the given shape, return a template sharded like it; otherwise, ``...``."""
     if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
         return ...
     torch: Any = loaded("torch")
@@ -355,10 +355,10 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
 # The state of these objects consists of their variables. As in TensorFlow, a variable or layer is named after the
-# attribute that holds it. A layer that no attribute holds, as in a Sequential model, is named by the program, or else
-# by its class and a number within its parent, as in the files of ``save_weights``
+# attribute that holds it. If no attribute holds a layer, as in a Sequential model, the name chosen by the program is
+# used, or else the class name and a number within the parent, as in ``save_weights`` files
 # (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). The names that Keras generates
-# (``dense_1``) are unsuitable, because they count all layers of a process.
+# (``dense_1``) are unsuitable, because their numbers count all layers in the process.
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
@@ -378,7 +378,7 @@ def _is_of_keras(cls: type) -> bool:
 
 
 def keras_kind(value: object) -> str | None:
-    """Return the kind of a Keras object whose values are torch tensors or JAX arrays; None for other objects."""
+    """Return the kind of a Keras object if all its values are torch tensors or JAX arrays; otherwise, return None."""
     if (kind := _kind(value)) is None:
         return None
     arrays = map(_value, _variables(value))
@@ -391,7 +391,7 @@ def bare_variable(value: Any) -> Any:
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return a Keras object's variables, layers and optimizer by name, and the TensorFlow lists in ``saved``."""
+    """Return a Keras object's variables, layers and optimizer by name, plus the internal lists named in ``saved``."""
     # `order` gives, for each optimizer parameter, the index of its values in the saved lists.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
@@ -424,7 +424,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     if _kind(value) != LAYER:
         return [(_name(variable), variable) for variable in _variables(value)]
     if any(base.__name__ == "TorchModuleWrapper" and _is_of_keras(base) for base in type(value).__mro__):
-        return [("module", value.module)]  # its buffers are not Keras variables
+        return [("module", value.module)]  # the whole module, because its buffers are not Keras variables
     layers = value._flatten_layers(include_self=False, recursive=False)
     below = {id(variable) for layer in layers for variable in layer.variables}
     pairs = [(_name(variable), variable) for variable in value.variables if id(variable) not in below]
@@ -508,6 +508,6 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _overridden(cls: type, methods: tuple[str, ...], *, everywhere: bool = False) -> bool:
-    """True if a class outside Keras overrides a method; with ``everywhere``, Keras subclasses count as well."""
+    """True if a class outside Keras overrides one of the methods; with ``everywhere``, Keras classes count, too."""
     owners = [base for name in methods for base in [b for b in cls.__mro__ if name in vars(b)][:1]]
     return any(not _is_of_keras(owner) or (everywhere and owner.__name__ != LAYER) for owner in owners)

@@ -20,13 +20,13 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """The description of an object; its value is omitted, because it changes during training."""
+    """Describes an object without its value, because the value changes during training."""
 
     def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.has_values = slot is not None, node.has_value  # whether it or an object below it has values
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # has_values will include the objects below
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
@@ -51,7 +51,7 @@ class FreshObjects:
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
         uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))
-        for node in reversed(live.own):  # from the bottom up, because holders come before the objects they hold
+        for node in reversed(live.own):  # in reverse, because holders come before the objects they hold
             described = objects[id(node)]
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())
@@ -66,7 +66,7 @@ class FreshObjects:
         return cls(walk(root))
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
-        """Yield a message for each of the later objects that could not be restored into the fresh ones."""
+        """Yield a message for each object in ``later`` that could not be restored into these fresh objects."""
         queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
         seen, first = set[tuple[int, int]](), dict[int, tuple[int, Path]]()
         for fresh, now, path in queue:

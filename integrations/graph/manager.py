@@ -23,7 +23,7 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the time recorded by `_SINCE`
+_TIMEOUT = 600.0  # seconds to wait for all processes to agree on the time stored under `_SINCE`
 _SINCE = "holdfast.since"  # step metadata key for the time when the directory's first manager was created
 
 
@@ -64,7 +64,7 @@ class CheckpointManager:
         checkpoint_interval: Save only if the step counter has advanced by at least this many steps since the last save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
         last_checkpoint_step: The step of an earlier checkpoint from which to count the interval.
-        background: Write in the background; `save` returns as soon as the objects may be modified.
+        background: Write in the background; `save` returns as soon as it is safe to modify the objects.
         layout: Sizes of chunks, segments and data files.
         clock: The time source.
         mirror: A second location, such as ``s3://bucket/run``, or a `holdfast.Mirror`. Checkpoints are copied there in
@@ -139,7 +139,7 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._later: set[int] = set()  # steps after the restored one, which may be saved again
+        self._later: set[int] = set()  # steps later than the restored one; these may be overwritten
         self._limit = None if hours is None else max_to_keep
         self._left: set[int] = set()  # steps beyond the limit that `_preserved` has already considered
         checkpoint._holdfast.managers.add(self)
@@ -172,7 +172,7 @@ class CheckpointManager:
 
         Args:
             checkpoint_number: The number to use instead of the next one; may be a counter object from any library.
-            check_interval: Whether to respect `checkpoint_interval`. The last saved step is never saved again.
+            check_interval: Whether to respect `checkpoint_interval`. The last saved step is not saved again either way.
 
         Returns:
             The checkpoint's path, or None if nothing was saved. A background save may not be committed yet.
@@ -206,7 +206,7 @@ class CheckpointManager:
                 self._steps.save(
                     number, item, force=True, custom_metadata=facts or None, save_kwargs=self._kwargs, reason=reason
                 )
-            except SaveFailedError as error:  # the error of the previous save; the current one is in progress
+            except SaveFailedError as error:  # raised for the previous save; the current one is in progress
                 failed = error
         self._saving, self._last = (number, self._last), step
         self._later.discard(number)
@@ -308,7 +308,7 @@ class CheckpointManager:
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """If the last save failed, count the interval from the previous one. Only a single process can detect this."""
+        """If the last save failed, count the interval from the save before it. Works only with a single process."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None

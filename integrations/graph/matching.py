@@ -39,20 +39,20 @@ class _Visit(NamedTuple):
 
 
 class Matching:
-    """Matches checkpoint nodes with live objects; with ``final``, no objects are expected to be attached later."""
+    """Matches checkpoint nodes with live objects; ``final`` means that no objects will be attached later."""
 
     def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
-        self.waiting: list[Any] = []  # holders that lack the object for a saved value
+        self.waiting: list[Any] = []  # holders whose object for a saved value does not exist yet
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
         self._final = final  # whether to create arrays that are missing from the program's containers
         self._optimizers: dict[int, _LiveOptimizer] = {}
-        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by its id
+        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, keyed by container id
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Yield assignments for everything reachable from the root."""
@@ -64,7 +64,7 @@ class Matching:
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
         """Yield assignments for new objects under the given key of a bound holder; a key of None stands for any key."""
         self.bindings.begin()
-        # Classifying thousands of children whenever one is added would take minutes.
+        # Look only at the new child: classifying all children whenever one is added could take minutes.
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
             if edge is None:
@@ -89,7 +89,7 @@ class Matching:
     def _match(
         self, queue: list[_Visit], *, rebind: bool = False, start: _Visit | None = None, last: bool = False
     ) -> Iterator[Assignment]:
-        """Walk both graphs; without ``rebind``, skip the contents of bound objects, except for those of ``start``."""
+        """Walk both graphs; without ``rebind``, skip the contents of bound objects other than ``start``."""
         seen: set[tuple[int, int]] = set()
         later: list[_Visit] = []
         self._slots.clear()
@@ -144,7 +144,7 @@ class Matching:
                 slot = visit.slot  # an object that changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint and is set to None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # also reads a plain state_dict()
+        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # accept a plain state_dict(), too
             covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
@@ -160,7 +160,7 @@ class Matching:
             # Objects appended to a list later can still be restored; objects appended to a deque cannot.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Elements of a tuple, and elements with other references, keep their identity unless their number changes.
+            # Elements of a tuple, and elements referenced elsewhere, keep their identity unless the length changes.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -187,7 +187,7 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # A plain tree's graph, in which has_own_states is never set, has additional edges for dotted keys.
+                # Without has_own_states, this may be the graph of a plain tree, which has extra edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -272,13 +272,13 @@ class Binding(NamedTuple):
 
 
 class Bindings:
-    """Bindings of objects to nodes; those made in one pass can be undone."""
+    """Binds objects to nodes. The bindings made in one pass can be undone together."""
 
     def __init__(self, graph: SavedGraph) -> None:
         self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects that match the same node
         self._graph = graph
         self.by_number: dict[int, list[Binding]] = {}
-        self._numbers: dict[int, dict[int, None]] = {}  # nodes to which each object may be bound, keyed by its id
+        self._numbers: dict[int, dict[int, None]] = {}  # nodes to which an object may be bound, keyed by object id
         self._before: list[tuple[int, list[Binding]]] = []  # nodes, each with its bindings before the pass
 
     @property
@@ -312,7 +312,7 @@ class Bindings:
         identity = id(value) if fixed else None
         if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
             return True
-        kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
+        kept = [binding for binding in bindings if binding.path != path]  # a binding at the same path is replaced
         others = [binding for binding in kept if binding.identity not in (None, identity) and binding.lives]
         if fixed and others:
             if self.conflicts.get(number) != (others[0].path, path):
@@ -329,13 +329,13 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root that a node stands for; return any other object unchanged."""
+    """Return the root that a node represents; return any other object unchanged."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 
 
 class _LiveOptimizer:
-    """An optimizer that is matched with a saved one; groups are identified by their parameters."""
+    """Matches an optimizer in the program with a saved one, based on the parameters in their groups."""
 
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
         node, groups = graph.nodes[number], optimizer.param_groups
@@ -348,13 +348,13 @@ class _LiveOptimizer:
         options = {} if holder is None else graph.nodes[holder].edges
         self.saved_options = {int(key): graph.nodes[child].edges for key, child in options.items() if key.isdecimal()}
         # Classes are related if they are equal, if one derives from the other, or if both are torch optimizers with the
-        # same options, because AdamW did not derive from Adam before torch 2.7.
+        # same options. The last rule is for AdamW, which did not derive from Adam before torch 2.7.
         cls = type(getattr(optimizer, "optimizer", optimizer))
         of_torch = node.type.startswith(_TORCH) and cls.__module__.startswith(_TORCH)
         alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()
         self.related = alike or is_kin(cls, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """True if this describes another optimizer, or if parameters have since been added."""
+        """True if ``optimizer`` is a different optimizer, or if it has gained parameters since."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes

@@ -1,4 +1,4 @@
-"""Detect objects that have no state, whose attributes do not hold all of their state, or that wrap another object.
+"""Detect objects that have no state, that keep state outside their attributes, or that wrap another object.
 
 The walk reads only attributes. It would silently lose values held by an extension type, a framework's runtime or
 another process, so objects with such values are rejected.
@@ -36,7 +36,7 @@ _ELSEWHERE = {  # location of the values, keyed by the module prefix of the clas
     "tf_keras.": "in TensorFlow",
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
-_CODE_MODULES = ("builtins", "operator", "types")  # modules of classes whose callable instances count as code
+_CODE_MODULES = ("builtins", "operator", "types")  # callable instances of classes in these modules count as code
 # Process-level tools, and settings that a program creates at every start, hold no training state.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
@@ -68,7 +68,7 @@ def is_code_or_tool(value: Any) -> bool:
 
 
 def is_actor_class(cls: Any) -> bool:
-    """True for a class that ``ray.remote`` created; its instances are uninitialized and hold no state."""
+    """True for a class created by ``ray.remote``. Its instances are never initialized, so they hold no state."""
     return any(name_of_class(base) == "ray.actor.ActorClass" for base in cls.__mro__)
 
 
@@ -125,13 +125,13 @@ def derived_classes(base: type) -> list[type]:
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a saved name may denote a class, a base or a subclass, even if the class was moved or wrapped."""
+    """True if a saved name may refer to a class, a base or a subclass, even if the class was moved or wrapped."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))
 
 
-_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # names that do not reveal the wrapped optimizer
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # names that do not contain the wrapped class's name
 _WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # name prefixes of generated wrapper classes
 
 

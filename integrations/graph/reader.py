@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file records the newest checkpoint: each call lists the directory, which can therefore be moved, copied or pruned.
+No file records which checkpoint is the newest. Each call lists the directory, so it can be moved, copied or pruned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphView:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return the shortest path to each object that an object's edges lead to, keyed by edge name.
+        """Return the shortest path to each child of an object, keyed by edge name.
 
         Args:
             path: Any path to the object; ``""`` stands for the root.
@@ -79,8 +79,8 @@ class GraphView:
 class CheckpointReader:
     """A checkpoint that is open for reading.
 
-    Values are named by their paths, except that the values of a TensorFlow checkpoint have TensorFlow's names, such as
-    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. In any checkpoint, a value can be read by either kind of name.
+    Values are named by their paths or, in a TensorFlow checkpoint, by their TensorFlow names, such as
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. Either name can be used to read a value from any checkpoint.
 
     Args:
         stored: The checkpoint's graph, opened for reading.
@@ -202,8 +202,8 @@ def numbers_of(directory: Location, name: str) -> list[int]:
 def latest_checkpoint(directory: Place) -> str | None:
     """Return the path of the newest numbered checkpoint in a directory, or None.
 
-    Among checkpoints with the same name, the newest has the highest number. If there are several names, the name whose
-    newest checkpoint was committed last is used. Damaged checkpoints are skipped with a warning.
+    Among checkpoints with the same name, the newest has the highest number. If there are several names, the one with
+    the most recently committed checkpoint is used. Damaged checkpoints are skipped with a warning.
 
     Args:
         directory: A directory of numbered checkpoints from ``Checkpoint.save``, a `CheckpointManager` or another

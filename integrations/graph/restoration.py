@@ -1,7 +1,7 @@
-"""Restore existing objects at once, and new objects when they are attached.
+"""Restore existing objects immediately, and new objects when they are attached.
 
 A save never restores values, because the program may have changed an object that was built after the restore.
-:func:`check_restored` rejects a save that would lose values that are still waiting to be restored.
+:func:`check_restored` rejects a save that would lose values still waiting to be restored.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The status of a restore, which also covers objects that are created after the restore.
+    """The status of a restore, which may still be waiting for objects to be created.
 
-    Values for objects that are created later are restored when the objects are attached, or else by `try_complete` and
-    the assertions. A save never restores them.
+    Objects created after the restore are restored when they are attached, or else by `try_complete` and the assertions.
+    A save never restores them.
 
     Args:
         restoration: The restore, or None if no checkpoint was given.
-        root: The object that is being restored, which the status keeps alive.
+        root: The object that is being restored; the status keeps it alive.
     """
 
     def __init__(self, restoration: Restoration | None, root: Node) -> None:
@@ -175,8 +175,8 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values in the checkpoint may stay unrestored.
 
-        Such values then cause no warning, and a save omits them: it saves the program's values, and warns about
-        existing objects that were not restored. Objects that are attached to a `Node` are still restored.
+        Unrestored values then cause no warning. A save omits them, saves the program's values, and warns about existing
+        objects that were not restored. Objects that are attached to a `Node` are still restored.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -204,7 +204,7 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """Tracks which checkpoint values have been restored; outlives the restore to warn about the rest."""
+    """Tracks which checkpoint values have been restored, and outlives the restore to warn about the others."""
 
     wanted: dict[int, Path]  # paths of the values to restore, keyed by node number
     where: str
@@ -223,7 +223,7 @@ class RestoreProgress:
 
 
 class Restoration:
-    """A restore of all objects reachable from a root; with ``final``, it does not wait for objects attached later."""
+    """Restores all objects reachable from a root; with ``final``, does not wait for objects to be attached later."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Restoration:
         self._settled: set[Path] = set()
         self._replaced: set[Path] = set()  # paths of plain containers whose contents were replaced as a whole
         self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
-        self.retired = False  # whether a later restore has all values that this one is waiting for
+        self.retired = False  # whether a later restore supersedes this one
         self.reported: set[Path] = set()  # paths of unrestored values that a save has already logged
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
@@ -282,7 +282,7 @@ class Restoration:
         """Read the values to restore, or with ``misfits`` only those that fit; return a function that assigns them."""
         with collection_paused():
             values, settled = self._prepared(self._matching.from_root(self.root), misfits)
-        self._note(*(assignment for assignment, _ in values), *settled)  # the report counts them as restored
+        self._note(*(assignment for assignment, _ in values), *settled)  # so that the report counts them as restored
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # entries whose values were restored elsewhere
+        lacking = [path for path in lacking if path not in named]  # drop entries restored elsewhere
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -352,7 +352,7 @@ class Restoration:
         )
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
-        """Return the restored and missing nodes; record those that keep their fresh state in ``live.skipped``."""
+        """Return the restored and missing nodes; record nodes that keep their fresh state in ``live.skipped``."""
         # Paths of state that holdfast 0.1.0 did not save.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
@@ -392,7 +392,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and validate values; return each with its assignment, and also the assignments that are already done."""
+        """Read and validate values; return (assignment, value) pairs, and the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)

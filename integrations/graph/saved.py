@@ -37,7 +37,7 @@ def current_name(name: str) -> str:
 class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
     value: str | None = None  # storage name of the value, which is a leaf or a container
-    type: str = ""  # the object's type name; empty for values, except number boxes
+    type: str = ""  # the object's type name; empty for values other than number boxes and enums
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[int]] = field(default_factory=list)  # parameters of each optimizer group
     transform: Transform | None = None  # None restores the value unchanged
@@ -60,8 +60,8 @@ class SavedGraph:
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # Maps each node to the last edge of the shortest path to it: where the edge starts, and its name. Paths are
-        # built on demand, because in a forged graph each path may be as long as the number of nodes.
+        # Maps each node to the last edge on the shortest path to it, as a pair of start node and edge name. Paths are
+        # built on demand, because in a forged graph every path may be almost as long as the number of nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
@@ -148,7 +148,7 @@ class SavedGraph:
 
     @cached_property
     def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
-        """Optimizer values as (name, node) pairs, keyed by optimizer node, then by parameter node."""
+        """The optimizer values as (name, node) pairs, keyed by optimizer node, then by parameter node."""
         kept_by: dict[int, dict[int, list[tuple[str, int]]]] = {}
         for number, node in enumerate(self.nodes):
             kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}
@@ -229,7 +229,7 @@ class SavedGraph:
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
-    """Return the node at a path, creating missing nodes; None if the path leads through a value."""
+    """Return the node at a path, creating missing nodes, or None if the path leads through a value."""
     for segment in path:
         edges = nodes[start].edges
         if segment not in edges:

@@ -28,12 +28,12 @@ Path = tuple[str, ...]  # the escaped edge names from the root to a node
 
 
 def storage_name(path: Path) -> str:
-    """Return the storage name of the leaf at a path: ``net.l1.weight``."""
+    """Return the storage name of the leaf at a path, such as ``net.l1.weight``."""
     return ".".join(path)
 
 
 def format_node_path(path: Path) -> str:
-    """Format a path for messages: ``net/l1/weight``; the root is ``(root)``."""
+    """Format a path for messages, such as ``net/l1/weight``; the root is shown as ``(root)``."""
     return format_path(storage_name(path))
 
 
@@ -51,7 +51,7 @@ def parse_path(text: str) -> Path:
 
 
 def format_section(title: str, names: Sequence[str]) -> list[str]:
-    """Return a list with one report line for the given paths; the list is empty if there are none."""
+    """Return a list with one report line for the given names, or an empty list if there are no names."""
     return [f"  {title} ({len(names)}): {shortened(names, 10)}"] if names else []
 
 
@@ -96,7 +96,7 @@ class BoxSlot:
 
 @dataclass(eq=False)
 class StateSlot:
-    """An object with state methods (see :mod:`~holdfast.engine.stateful`), whose value is a tree."""
+    """An object with state methods (see :mod:`~holdfast.engine.stateful`). The slot's value is the state as a tree."""
 
     target: Any
     anchor: Any
@@ -110,11 +110,11 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that is handled by the object's own methods and is the same on all processes."""
+    """A part of an object's state that the object's own methods get and set, and that is the same on all processes."""
 
 
 class MemberSlot(Attachment):
-    """An enum member, saved by name (flags as ``A|B``), or as a number or string if it is equal to one."""
+    """An enum member, saved by name (flags as ``A|B``), or by value if it is also a number or string."""
 
     def get(self) -> Any:
         return self.value.value if is_python_value(self.value) else self.value.name or ""  # "" if no flag is set
@@ -141,7 +141,7 @@ class MemberSlot(Attachment):
 
 
 class PartSlot(Attachment):
-    """A part of an immutable container, which `write_slots` rebuilds once for all changed parts."""
+    """A part of an immutable container. `write_slots` rebuilds the container once for all changed parts."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
         super().__init__(owner.anchor, (*owner.trail, *below), value)
@@ -155,10 +155,10 @@ class Assignment:
     saved: int  # node number of the value in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
-    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: each value and its path
+    covers: list[tuple[int, Path]] | None = None  # node and relative path of each value in a plain container
 
     def values(self) -> list[tuple[int, Path]]:
-        """Return the values to restore, each with its path in the program."""
+        """Return the node numbers of the values to restore, each with its path in the program."""
         if self.covers is None:
             return [(self.saved, self.path)]
         return [(number, (*self.path, *below)) for number, below in self.covers]
@@ -166,7 +166,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Loaders that draw from the global random generator come first, so that they do not change its restored state.
+    # Loaders that draw from the global random generator go first, so that they do not change its restored state.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):
@@ -196,12 +196,12 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # keyed by the id of the anchor, which is still alive
+_writers: dict[int, dict[Path, int]] = {}  # keyed by the id of an anchor that is still alive
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps alive an anchor that does not support weak references, as long as the restore that wrote to it exists."""
+    """Keeps an anchor without weak reference support alive as long as the restore that wrote to it exists."""
 
     anchor: Any
 

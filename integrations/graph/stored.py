@@ -46,7 +46,7 @@ _TYPES = {"deque": "collections.deque"}  # type names that differ from the conta
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     tree: Any  # all values, each under its shortest path
-    document: dict[str, Any]  # nodes and edges, in JSON types
+    document: dict[str, Any]  # nodes and edges, as JSON data
     per_process: Mapping[str, Any] | None = None  # per-process values, keyed by storage name
 
 
@@ -87,7 +87,7 @@ def _stored(node: LiveNode) -> Any:
 
 
 def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
-    """Return the containers below a node, with node numbers as leaves, or None if its values are stored elsewhere."""
+    """Return the containers below a node, with node numbers as leaves, or None if all values are stored elsewhere."""
     if not isinstance(node.view, Branch):
         return node.number if node.has_value and node.number not in elsewhere else None
     children: dict[Any, Any] = {}
@@ -173,7 +173,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
 
 class StoredGraph:
-    """A graph on disk that is open for reading; its structure is read at once, and its values on demand."""
+    """A graph that is open for reading. Its structure is read immediately, and its values are read on demand."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class StoredGraph:
         return [array if array is None or is_first else array.copy() for array, is_first in pairs]
 
     def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
-        """Read the arrays of leaves for their templates, in the form that `materialize` expects."""
+        """Read the array data that each leaf's template needs, in the form that `materialize` expects."""
         count = Counter(names)
         once = [index for index, name in enumerate(names) if count[name] == 1 and not name.startswith(PER_PROCESS)]
         leaves = [self.leaves[names[index]] for index in once]

@@ -1,4 +1,4 @@
-"""Holders that restore objects attached to them later, and boxes for plain values."""
+"""Holders that restore new objects as they are attached, and boxes for plain values."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """Internal data about a node, kept apart from the objects that the node holds."""
+    """Internal data of a node, kept apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
     root: Any = None  # object whose edges the node also has, or a weak reference to it
@@ -128,10 +128,10 @@ class NodeState:
 
 
 class Node:
-    """A holder of named objects, used to group them in a checkpoint or to stand in for another object.
+    """A holder of named objects, which groups them in a checkpoint or represents another object.
 
     Every object assigned to an attribute is saved with the node. If a restored checkpoint has values for an attribute
-    that does not exist yet, an object assigned to it later is restored immediately.
+    that does not exist yet, the object that is later assigned to it is restored immediately.
 
     Args:
         **objects: The objects that the node holds, by name.
@@ -204,9 +204,9 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program, with names for the children that a walk visits."""
+    """A part of a program whose children a walk visits under the given names."""
 
-    value: Any  # the object that holds the children in its attributes, which a restore assigns
+    value: Any  # the object whose attributes hold the children; a restore assigns these attributes
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def stand_for(node: Node, root: Any) -> None:
 class TrackedList(list[Any]):
     """A list that restores each new element for which a restored checkpoint has values.
 
-    A plain list is converted to this type when it is attached to a `Node` while values for its elements are pending.
+    If a plain list is attached to a `Node` while values for its elements are pending, it is converted to this type.
 
     Args:
         elements: The initial elements.
@@ -402,7 +402,7 @@ def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callabl
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Return a tracked copy of a plain list or dict if a restore has values for its contents, or else the value."""
+    """Track a plain list or dict if a restore has values for its contents; return any other value unchanged."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value

@@ -43,7 +43,7 @@ from .tracked import TrackedDict, TrackedList
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 NUMBER_VALUES = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
-# Array kinds that can be created without a counterpart in the program; JAX arrays need a device placement.
+# Array kinds that can be created without a counterpart in the program. JAX arrays would need a device placement.
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 PLAIN_CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
@@ -68,7 +68,7 @@ class SavedValues:
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a number box which, like an object with state, must exist in the program.
+            # A node with a type is an enum or a number box. Like an object with state, it must exist in the program.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -76,9 +76,9 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, by container; filled by `below`
-        self.sharing: set[int] = set()  # containers with inner containers that are used elsewhere; filled by `below`
-        self._keys: dict[int, dict[str, Any]] = {}  # keys of each container, by edge name
+        self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, keyed by container; set by `below`
+        self.sharing: set[int] = set()  # containers that hold containers used elsewhere; set by `below`
+        self._keys: dict[int, dict[str, Any]] = {}  # container keys, by node and edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
@@ -91,7 +91,7 @@ class SavedValues:
         return self._known[key]
 
     def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
-        """Return a leaf node's value, or a container built from its nodes' values; ``made`` caches containers."""
+        """Return the value of a leaf node, or a container built from ``values``; ``made`` caches the containers."""
         if number not in values and number not in made:
             made[number] = self._build(number, values, made)
         return values[number] if number in values else made[number]
@@ -283,7 +283,7 @@ def _like(assignment: Assignment, value: Any) -> Any:
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
-    """Apply a function from ``rename=``; errors name the value that it was applied to."""
+    """Apply a function from ``rename=``; if it fails, the error names the value."""
     try:
         changed = np.asarray(transform(array), order="C")
     except Exception as error:
@@ -304,7 +304,7 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created the value yet
         return ...
-    # Accept a saved None, and a number of any type, because a float may have started as the int 0.
+    # Accept a saved None, or any type of number: a value that is now a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

@@ -79,7 +79,7 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Return a Keras object's edges in a given parameter order (`listed`) or by earlier versions' names (`numbered`).
+    # Return a Keras object's edges: `listed` in a given parameter order, `numbered` under earlier versions' names.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
@@ -89,11 +89,11 @@ class Leaf:
     """An object with a value, as opposed to a branch with edges."""
 
     slot: Slot
-    shared: bool  # whether it is stored only once, even if several paths lead to it
-    ready: bool = True  # whether it has a value, which a lazy module's parameters do not have before the first call
+    shared: bool  # whether the object is stored only once, even if several paths lead to it
+    ready: bool = True  # whether it has a value yet; a lazy module's parameters have none until the first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
-    opened: Callable[[], View] | None = None  # returns the view as a branch, for checkpoints that store several values
+    opened: Callable[[], View] | None = None  # returns a branch view, for checkpoints that store several values
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
 
 
 def _node(node: Node, slot: Slot) -> View:
-    """Return a view of a node with its own edges and those of its root, if any."""
+    """Return a view of a node, with its own edges and the edges of its root, if any."""
     edges = _attributes(node, [pair for pair in vars(node).items() if pair[0] not in node._holdfast.untracked], slot)
     if node._holdfast.counter is not None:
         edges.append(Edge(COUNTER, COUNTER, Attachment(node, (COUNTER,), node._holdfast.counter)))
@@ -213,7 +213,7 @@ def _with_root(node: Node | Part, edges: list[Edge]) -> View:
 
 
 def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) -> list[Edge]:
-    """Return the edges to an object's attributes, which a restore sets."""
+    """Return the edges to an object's attributes; a restore sets the attributes."""
     anchor, trail = _anchor(holder, slot)
     return [
         Edge(segment, name, Attachment(anchor, (*trail, segment), child, partial(_set_attribute, holder, name)))
@@ -247,7 +247,7 @@ def _container(value: Any, slot: Slot) -> View:
 
 
 def sequence_slot(value: Any, slot: Slot) -> Slot:
-    """Return a slot for all elements of a sequence, which updates a list or deque in place if possible."""
+    """Return a slot for all elements of a sequence; if possible, the slot updates a list or deque in place."""
     if isinstance(slot, PartSlot) or not isinstance(value, list | deque):
         return slot
     anchor, trail = _anchor(value, slot)
@@ -277,7 +277,7 @@ def _optimizer(value: Any, slot: Slot) -> View:
 
 
 def options_edge(optimizer: Any) -> Edge:
-    """Return the edge from a torch optimizer to its group options, each of which has its own slot."""
+    """Return the edge from a torch optimizer to its group options; each option has its own slot."""
     options = map(group_options, optimizer.param_groups)
     groups = [{name: OptionSlot(optimizer, index, name) for name in names} for index, names in enumerate(options)]
     return Edge(GROUPS, GROUPS, Attachment(optimizer, (GROUPS,), groups))

@@ -1,4 +1,4 @@
-"""Walk live objects, and find each of them once, under its shortest path."""
+"""Walk the graph of live objects, and find each object once, under its shortest path."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LiveGraph:
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes, except for those that only name objects outside the graph."""
+        """The nodes that belong to the graph, as opposed to those that only name objects outside it."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
@@ -82,7 +82,7 @@ class LiveGraph:
 def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
-    """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
+    """Find reachable objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
     # Nodes beyond the ends of the graph serve only to identify the parameters of its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # Buffers and inner states are skipped inside a module with its own state, because it includes them.
+            # Inside a module with its own state, skip buffers and inner states, because that state includes them.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """True for a tuple of plain values, which Python may merge with equal constants into one object."""
+    """True for a tuple of plain values; Python may merge equal constant tuples into one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
