@@ -79,7 +79,7 @@ class TreePlan:
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return the content of ``tree.json``, which is cached until a value in it changes."""
+        """Return the contents of ``tree.json``, cached until a value in it changes."""
         last = self._document  # read only once, because two saves of similar trees may run concurrently
         if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
