@@ -42,11 +42,11 @@ class ChunkDecoder:
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # True if the only chunk's stored size is known
+        self.lone = self.spec.chunks == 1 and not self.compressed  # True for one chunk whose stored size is known
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # True if the array is a view of the buffer into which its single chunk is read (zero-copy).
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
-        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if decoded in batches with others
+        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if such arrays are decoded in batches
         self.key = b"/c" + b"/0" * len(metadata.shape)  # the key of the only chunk is the array's name plus this suffix
 
     def length_problem(self, length: int) -> str:
@@ -93,7 +93,7 @@ class OutputBox(NamedTuple):
 class Assembly:
     """Assembles the requested arrays while threads read their chunks. Without ``keep``, it only verifies them."""
 
-    # Memory is allocated only when an array's first chunk is verified, so forged metadata alone cannot exhaust it.
+    # Memory for an array is allocated only once its first chunk has been verified, in case the metadata is forged.
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the memory into which a chunk can be read directly, or None if it is not contiguous or allocated."""
+        """Return memory into which a chunk can be read directly, or None if it is not contiguous or not allocated."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset, in elements, of a box in the memory of an outer box; None if it is not contiguous there."""
+    """Return the offset, in elements, of a box in the memory of an outer box; None if the box is not contiguous."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape

@@ -174,7 +174,7 @@ class ChunkAssignment:
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
         """Return the ideal number of bytes for each holder in each group, as if chunks could be split at any byte."""
         # Groups can overlap, like the rows and columns of a mesh. In each round, every group in turn assigns its bytes
-        # to its least loaded holders, which converges to the most even distribution.
+        # to its least loaded holders. This converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):

@@ -27,7 +27,7 @@ _STEP = 1 << 20  # bytes of small chunks to join into one piece
 _PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
-_FILES = 2  # number of such files compressed or written at a time, and thus held in memory
+_FILES = 2  # number of these files that are compressed or written, and held in memory, at a time
 _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     dtype: np.dtype[np.generic]  # stored dtype, little endian
     # Host arrays that together cover exactly the elements that this process writes; cast to `dtype` if necessary.
     pieces: Sequence[Piece]
-    name: str = ""  # the leaf's name, for errors
+    name: str = ""  # the leaf's name, for error messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Encodes and merges fragments. A fragment tells process 0 which chunks a process has written, and where.
+"""Encodes and merges fragments, which list the chunks that each process has written and their locations.
 
 Process 0 merges the fragments of all processes into one index, after checking that all describe the same tree and that
 no chunk is missing or was written twice.

@@ -56,7 +56,7 @@ class TreeReader(TreeSource):
         aggregate: AggregateHandler | None = None,
         select: Patterns | None = None,
     ) -> None:
-        """Open a tree; ``select`` limits it to the leaves that match these patterns."""
+        """Open a tree. If ``select`` is given, open only the leaves that match these patterns."""
         location, files = open_folder(location, files)
         self.location = location
         self.files = files or {}

@@ -40,7 +40,7 @@ _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array num
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; writing smaller chunks is faster than comparing them
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
-_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; its other bytes waste disk space
+_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; all other bytes waste disk space
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample in bytes
 _SAMPLE_GAP = 4096  # minimum distance in bytes between samples
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing files of earlier steps. Called if a step is damaged, because others may share its files."""
+        """Stop sharing files of earlier steps. Called if a step is damaged, because other steps may share its files."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -288,7 +288,7 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again because their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # if one name is missing, the file may still exist under others
+            elif error.errno != errno.ENOENT:  # the file may still exist under another name
                 self._refused.add(file.path)
                 _logger.info("%s: written again because it cannot be shared: %s", source, reason)
             return None

@@ -297,7 +297,7 @@ class SharedReads:
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Return the largest share in bytes of each division as JSON: [] if plans differ, null if not worth sharing."""
+    """Return each division's largest share in bytes as JSON; [] if plans differ, null if sharing is not worthwhile."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
     if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):

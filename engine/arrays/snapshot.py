@@ -138,7 +138,7 @@ class StagingBuffer:
         return copies
 
     def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
-        """Fill a snapshot, which then occupies the buffer; copies from accelerators may continue after the call."""
+        """Fill a snapshot, which keeps the buffer in use. Copies from accelerators may continue after the call."""
         self._last = weakref.ref(copies)
         if started:
             assert self._pinned is not None

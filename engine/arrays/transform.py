@@ -218,7 +218,7 @@ class _Loader:
         return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
-        """Check all leaves that are not computed against the template before any leaf is read."""
+        """Before reading any leaf, check that every leaf that is not computed fits the template."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]

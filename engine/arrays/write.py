@@ -125,7 +125,7 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks. With several processes, fsync them and return a fragment for process 0."""
+        """Write this process's chunks. With several processes, fsync the files and return a fragment for process 0."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"

@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
 _SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes covered by the first wait; this doubles with every wait, because waits are costly
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait, doubled for every further wait, because waits are costly
 
 
 class DeviceArray:
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Advance to the first block with room for some of the bytes; return the size of the room, or 0 without one."""
+        """Advance to the first block with room for some of the bytes; return its free bytes, or 0 if there is none."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0

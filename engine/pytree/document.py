@@ -177,7 +177,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document has a value. Leaves must not share it: a few bytes could expand to many large values."""
+    """True if a document has a value. Such documents are not shared: a few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 

@@ -252,7 +252,7 @@ class _Container(TreeDef):
         self.are_leaves = all(child is None for child in children)
 
     def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
-        """Append the leaves of a container to ``leaves``; return False if its structure differs from this one."""
+        """Append the leaves of a container to ``leaves``; return False if its structure differs from the outline."""
         is_exact = type(value) is self.type
         if self.type is None:
             contents = None if is_leaf(value) else expand(value, objects)

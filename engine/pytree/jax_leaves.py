@@ -35,7 +35,7 @@ from .leaves import (
 _logger = logging.getLogger("holdfast")
 
 PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
-_FEW = 64  # device ids of meshes with more devices than this are not stored
+_FEW = 64  # device ids are not stored for meshes with more devices than this
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -303,7 +303,7 @@ def template_facts(value: Any) -> tuple[Any, ...]:
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
-        is_weak = bool(getattr(value, "weak_type", False))  # in operations, a weak array takes the other's dtype
+        is_weak = bool(getattr(value, "weak_type", False))  # operations convert weakly typed arrays to the other dtype
         return "jax", value.shape, dtype, value, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")

@@ -135,7 +135,7 @@ class Partition(NamedTuple):
     """The boxes of one array that this process needs."""
 
     boxes: Sequence[Box]  # boxes of the array that the template describes
-    # The part of each box to read from the saved array; empty if the box lies outside of that array.
+    # The part of each box to read from the saved array; empty if the box lies outside this array.
     stored: Sequence[Box]
 
 

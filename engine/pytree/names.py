@@ -133,7 +133,7 @@ class PathFilter:
     def __init__(
         self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
     ) -> None:
-        """``option`` is the name that errors use for ``exclude``."""
+        """``option`` is the name of ``exclude`` in error messages."""
         self._select = None if select is None else compiled(select, "select")
         self._exclude = [] if exclude is None else compiled(exclude, option)
 

@@ -208,7 +208,7 @@ class Sampler:
 
 @functools.cache
 def _facts() -> Sequence[Callable[[Any], Any]]:
-    """Return functions whose values identify a tensor and the location of its elements."""
+    """Return functions whose results together identify a tensor and the location of its elements."""
     tensor = torch.Tensor
     return id, tensor.data_ptr, tensor.numel, tensor.stride, operator.attrgetter("dtype")
 
@@ -223,7 +223,7 @@ def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
         return now
     if view.device.type == "cpu":
         with contextlib.suppress(RuntimeError):  # numpy lacks the dtype
-            # Unlike Tensor.numpy, this keeps the storage resizable, which FSDP needs to free it between steps.
+            # Unlike Tensor.numpy, this keeps the storage resizable, so FSDP can still free it between steps.
             return now._replace(part=np.from_dlpack(view))
     return now._replace(part=view)
 
@@ -321,7 +321,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none. FSDP, for example, frees it between steps."""
+    """Return the address of a tensor's memory, or 0 if there is none. FSDP, for example, frees it between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass

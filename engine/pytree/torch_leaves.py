@@ -326,7 +326,7 @@ def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
 def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
-    """Create a tensor like a template from its `local_boxes` or the whole array. The CPU rarely needs a copy."""
+    """Create a tensor like a template from its `local_boxes` or the whole array; on the CPU, usually without a copy."""
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
@@ -574,7 +574,7 @@ def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
 
 @lru_cache(maxsize=64)
 def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
-    """Return a mesh repeated along further axes of its root mesh, which become the leading axes."""
+    """Return a mesh repeated along further axes of its root mesh. These become the leading axes."""
     ranks = {coordinates: process for process, coordinates in root.coordinates.items()}
     processes = []
     for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):

@@ -162,7 +162,7 @@ class Taken:
 class Call:
     """A call to a ``multi_value_fn`` with the whole original tree, made only once for all leaves that it computes."""
 
-    path: str  # path of the leaf or container of the new tree that it computes
+    path: str  # path of the leaf or container in the new tree that the call computes
     function: Callable[..., Any]
     # Leaf names relative to ``path``; a single empty name if the path is a leaf.
     names: list[str] = field(default_factory=list)
