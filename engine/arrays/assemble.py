@@ -42,11 +42,11 @@ class ChunkDecoder:
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # True for a single chunk of known stored size
+        self.lone = self.spec.chunks == 1 and not self.compressed  # True for one chunk whose stored size is known
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # True if the array is a view of the buffer into which its single chunk is read (zero-copy).
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
-        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if decoded with other small arrays
+        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if such arrays are decoded in batches
         self.key = b"/c" + b"/0" * len(metadata.shape)  # the key of the only chunk is the array's name plus this suffix
 
     def length_problem(self, length: int) -> str:
@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a chunk; return its values and an error or "". ``indexed`` is its checksum in the index or -1."""
+        """Verify a chunk; return its values and an error message or "". ``indexed`` is the indexed checksum or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -91,9 +91,9 @@ class OutputBox(NamedTuple):
 
 
 class Assembly:
-    """Assembles the requested arrays while threads read their chunks. Without ``keep``, chunks are only verified."""
+    """Assembles the requested arrays while threads read their chunks. Without ``keep``, it only verifies them."""
 
-    # Memory is allocated only when an array's first chunk is verified, so forged metadata alone cannot exhaust it.
+    # Memory for an array is allocated only once its first chunk has been verified, in case the metadata is forged.
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Assembly:
         self._arrays: list[NDArray[Any] | None] = [None] * count
         self._damaged: set[int] = set()
         self._lock = Lock()
-        self._scratch = ThreadBuffer()  # decompression buffer; its content is copied into the arrays
+        self._scratch = ThreadBuffer()  # decompression buffer; its contents are copied into the arrays
 
     @property
     def wants_everything(self) -> bool:
@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the boxes that can be views of a chunk's buffer: contiguous runs that jointly cover most of it."""
+        """Return the contiguous boxes that can be views of a chunk's buffer, if together they cover most of it."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the memory into which a chunk can be read directly; None if it is not contiguous or not allocated."""
+        """Return memory into which a chunk can be read directly, or None if it is not contiguous or not allocated."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays or boxes, none of which may be damaged. Arrays without chunks are allocated here."""
+        """Return the assembled arrays or boxes, and allocate those without chunks. No array may be damaged."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset, in elements, of a box in the memory of an outer box; None if it is not contiguous there."""
+    """Return the offset, in elements, of a box in the memory of an outer box; None if the box is not contiguous."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape

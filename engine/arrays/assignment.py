@@ -1,8 +1,8 @@
 """Assigns the chunks of a tree to processes, for multi-process saves and restores.
 
 Every chunk lies within one part of its array, and any process that holds this part can write the chunk. A chunk with a
-single holder is written by that process. All other chunks are distributed among their holders to balance the bytes per
-process. Chunks with few holders are assigned first, because they leave the least choice, and large chunks are assigned
+single holder is written by that process. All other chunks are distributed among their holders to balance the load in
+bytes. Chunks with few holders are assigned first, because they leave the least choice, and large chunks are assigned
 before small ones. Every process computes the same assignment without communication. Arrays with equal chunks and
 holders are distributed together, so the cost depends on the number of such classes, not on the number of chunks.
 
@@ -25,7 +25,7 @@ from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .plan import ArraySpec, Catalog, ChunkIds
 
-_BY_PROCESS_0 = 16 << 20  # maximum bytes of plain arrays that process 0 writes alone
+_BY_PROCESS_0 = 16 << 20  # maximum total size, in bytes, of the plain arrays that process 0 writes alone
 _ROUNDS = 8  # maximum number of iterations to balance the loads of overlapping groups
 
 
@@ -85,7 +85,7 @@ def write_assignment(catalog: Catalog, processes: int, by_process_0: int = _BY_P
             by_process_0 -= spec.nbytes * len(numbers)
         if parts is None and (by_process_0 >= 0 or not spec.shape):
             # Scalars such as the current time, and buffers such as the averages of batch normalization, may differ
-            # between processes. Process 0, whose buffers DistributedDataParallel uses, writes the smallest arrays.
+            # between processes. Process 0 writes them, because DistributedDataParallel uses its buffers everywhere.
             replicas = ReplicaGroups(((0,),), np.zeros(spec.chunks, np.int32))
         elif parts is not None and spec.chunks:
             try:
@@ -174,7 +174,7 @@ class ChunkAssignment:
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
         """Return the ideal number of bytes for each holder in each group, as if chunks could be split at any byte."""
         # Groups can overlap, like the rows and columns of a mesh. In each round, every group in turn assigns its bytes
-        # to its least loaded holders, which converges to the most even distribution.
+        # to its least loaded holders. This converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):

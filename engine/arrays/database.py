@@ -1,4 +1,4 @@
-"""Reads folders of named arrays, which are OCDBT databases of zarr v3 arrays written by holdfast.
+"""Reads named arrays from folders that holdfast has written: OCDBT databases of zarr v3 arrays.
 
 The checksum of every chunk is verified. Large single-chunk arrays are returned as views of their read buffers.
 """
@@ -46,7 +46,7 @@ _INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; the index of ten m
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Add the location and ``about`` to content errors; without ``about``, keep errors that name the location."""
+    """Add the location and ``about`` to errors about contents. Without ``about``, add the location only if missing."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -97,7 +97,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return each array's metadata, None if it does not exist. Equal metadata is usually one shared object."""
+        """Return the metadata of each array (None if missing). Arrays with equal metadata usually share one object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -110,7 +110,7 @@ class ArrayDatabase:
         return list(map(decoded.__getitem__, texts))
 
     def _entries(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
-        """Return the index entries in the given key ranges; of a large index, read only the nodes that contain them."""
+        """Return the index entries in the given key ranges. Of a large index, read only the nodes that overlap them."""
         record = self._record(INDEX)
         if self._complete or not count:
             return self._index.entries
@@ -160,7 +160,7 @@ class ArrayDatabase:
             return self._index.entries
 
     def _read_node(self, node: NodePlace) -> bytes:
-        """Read a node of a file that has no digest in the commit record, or of a folder that has no commit record."""
+        """Read a node from a file whose digest is unknown, or from a folder that has no commit record."""
         path, offset, length = node
         with self._open(path) as file, required(self._location / path):
             length = min(length, max(0, file.size - offset))
@@ -234,7 +234,7 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return a data file's size; in an object store, which reports sizes only on reading, return an upper bound."""
+        """Return the size of a data file, or an upper bound in object stores, which report sizes only when reading."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
@@ -280,7 +280,7 @@ def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
 
 
 def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> tuple[Integers, list[int]]:
-    """Look up single-chunk arrays in bulk; return table rows for the valid chunks, and the indices of other arrays."""
+    """Look up single-chunk arrays in bulk; return table rows for valid chunks and the indices of all other arrays."""
     lone = assembly.column(lambda decoder: decoder.lone, bool) & assembly.are_whole
     if "" in names:  # the root array's keys have no name prefix
         lone[names.index("")] = False
@@ -299,5 +299,5 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
 
 
 def _keys_of(name: str) -> KeyRange:
-    """Return the range of an array's keys, which begin with its name and a slash; ``0`` follows ``/`` in ASCII."""
+    """Return the range of keys that begin with an array's name and a slash (``0`` follows ``/`` in ASCII)."""
     return (f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff")

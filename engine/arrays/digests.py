@@ -1,4 +1,4 @@
-"""File names and chunk alignment of stored trees, chunk checksums, file digests, and verification of copied files."""
+"""Defines file names, chunk alignment, checksums and digests of stored trees, and verifies copied files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def is_missing(file: Location) -> str:
 
 @contextlib.contextmanager
 def required(file: Location) -> Iterator[None]:
-    """Report a missing file as damage; file systems raise an error on opening it, object stores only on reading it."""
+    """Report a missing file as damage, whether opening it fails (file systems) or only reading it (object stores)."""
     try:
         with unreadable_as_damage(file):
             yield
@@ -99,7 +99,7 @@ def read_checked(location: Location, record: FileRecord | None, *, limit: int) -
 def open_folder(
     location: Location, files: Mapping[str, FileRecord] | None
 ) -> tuple[Location, Mapping[str, FileRecord] | None]:
-    """Return a folder and its file records; a folder that is packed in a zip file is read into memory."""
+    """Return a folder and its file records. If the folder is packed in a zip file, read it into memory."""
     record = None if files is None else files.get("")
     if record is None:
         return location, files
@@ -134,7 +134,7 @@ class FileCheck(NamedTuple):
     checksums: Integers = _NO_CHUNKS  # checksums of the chunks, as listed in the index; -1 if missing
 
     def covers(self, other: FileCheck) -> bool:
-        """Return True if this file contains all chunks of `other`, which the same save wrote under the same name."""
+        """Return True if this file contains all chunks of `other`, a file of the same save with the same name."""
         if self.record != other.record or not len(self.offsets) or not len(other.offsets):
             return False
         rows = np.searchsorted(self.offsets, other.offsets)
@@ -153,7 +153,7 @@ class FileCheck(NamedTuple):
         return list(pairwise([*cuts, self.record.size]))
 
     def read_span(self, location: Location, file: DataReader, start: int, stop: int, step: int) -> Iterator[Bytes]:
-        """Read and verify a span; yield pieces of ``step`` bytes in a reused buffer, and raise an error on damage."""
+        """Read and verify a span, yielding pieces of ``step`` bytes in a reused buffer; raise an error on damage."""
         first, last = np.searchsorted(self.offsets, [start, stop]).tolist()
         chunks = zip(*(column[first:last].tolist() for column in self[1:]), strict=True)
         reached, chunk = start, next(chunks, None)

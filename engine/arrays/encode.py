@@ -27,7 +27,7 @@ _STEP = 1 << 20  # bytes of small chunks to join into one piece
 _PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
-_FILES = 2  # number of such files compressed or written at a time, and thus held in memory
+_FILES = 2  # number of these files that are compressed or written, and held in memory, at a time
 _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
@@ -39,14 +39,14 @@ Digests = dict[tuple[int, int], bytes | None]
 class Source(NamedTuple):
     spec: ArraySpec
     dtype: np.dtype[np.generic]  # stored dtype, little endian
-    # Host arrays that together cover exactly the elements that this process writes; other dtypes are cast.
+    # Host arrays that together cover exactly the elements that this process writes; cast to `dtype` if necessary.
     pieces: Sequence[Piece]
-    name: str = ""  # the leaf's name, for errors
+    name: str = ""  # the leaf's name, for error messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """Sources of all arrays, indexed by array number; stored as columns, because there may be many small arrays."""
+    """The sources of all arrays, by array number. They are stored as columns, because there may be many arrays."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]
@@ -69,7 +69,7 @@ def segment_parts(
     first = 0
     for position in large:
         while first < position:
-            # Join small chunks, so that the caller processes many at once.
+            # Join small chunks to let the caller process many at once.
             stop = int(np.searchsorted(segment.offsets, segment.offsets[first] + _STEP))
             some = slice(first, min(stop, position))
             contents = _small_chunks(segment.arrays[some], segment.numbers[some], sources)
@@ -128,7 +128,7 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return the bytes of a chunk; a chunk at the end of an axis may be smaller than a full chunk."""
+    """Return the bytes of a chunk. At the end of an axis, they may lack the padding of a full chunk."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 
@@ -169,7 +169,7 @@ def _gather(source: Source, box: Box) -> Bytes:
 
 
 class ChunkToCompress(NamedTuple):
-    """A chunk, given by array number and chunk number, and its compression level."""
+    """A chunk to compress, identified by array number and chunk number, and the compression level."""
 
     array: int
     number: int
@@ -210,7 +210,7 @@ def write_compressed(
 def _compressed(
     batch: Sequence[ChunkToCompress], sources: Sources, digests: Digests, awaited: threading.Event | None
 ) -> list[bytes]:
-    """Compress chunks in groups of equal size and level; return their compressed bytes in the order of the batch."""
+    """Compress chunks in groups of equal size and level; return the results in the order of the batch."""
 
     def size_and_level(position: int) -> tuple[int, int]:
         return sources.specs[batch[position].array].chunk_nbytes, batch[position].level

@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Report chunks that overlap or exceed their files; return all others, which bounds the number of bytes read."""
+    """Report chunks that overlap or exceed their files; return all others. This bounds the number of bytes read."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -73,11 +73,11 @@ _THREADS = 4
 _BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
 COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied out of a reused buffer
-_FEW = 32  # extents; a single thread that reads more than this many would mostly wait
+_FEW = 32  # maximum number of extents to read with one thread; with more, it would mostly wait for I/O
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to process than to read
 LOCAL_GAP = 4 << 10  # bytes (one disk page); a gap between chunks up to this size is cheaper to read than to skip
 REMOTE_GAP = 1 << 20  # the same for object stores; transferring this much takes about as long as starting a request
-FOREIGN = 16  # a read buffer kept alive by views of it may consist of at most 1/16 gaps and copied chunks
+FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of a read buffer that views keep alive
 
 
 class Extent(NamedTuple):
@@ -92,10 +92,10 @@ class Extent(NamedTuple):
 
 
 class Destinations(NamedTuple):
-    """Provides memory into which chunks are received without a copy; chunks are identified by their table row."""
+    """Provides memory for receiving chunks without a copy. A chunk is identified by its row in the chunk table."""
 
     find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, or None
-    filled: Callable[[int, Bytes, Bytes], None]  # called with the filled memory and the rest of the chunk
+    filled: Callable[[int, Bytes, Bytes], None]  # called with the row, the filled memory, and the rest of the chunk
 
 
 class ThreadBuffer(Buffer, threading.local):
@@ -108,7 +108,7 @@ class ChunkReader:
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
-    use: Callable[[Extent, Bytes], None]  # called with the bytes; their buffer is reused unless the extent is kept
+    use: Callable[[Extent, Bytes], None]  # called with an extent and its bytes; their buffer is reused unless ``kept``
     failed: Callable[[int, Exception], None]  # called with the row of a chunk and its error
     destinations: Destinations | None = None
     buffer: ThreadBuffer = field(default_factory=ThreadBuffer)
@@ -164,7 +164,7 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into extents that are read at once; kept buffers contain few bytes that no view uses."""
+    """Group sorted chunks into extents that are read at once. Buffers that views keep alive waste little memory."""
     current: Extent | None = None
     kept = 0  # bytes of kept chunks in the current extent
     for run in _runs(chunks, gap):

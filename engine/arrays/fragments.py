@@ -1,4 +1,4 @@
-"""Fragments, in which each process reports to process 0 the chunks that it has written and their locations.
+"""Encodes and merges fragments, which list the chunks that each process has written and their locations.
 
 Process 0 merges the fragments of all processes into one index, after checking that all describe the same tree and that
 no chunk is missing or was written twice.
@@ -89,7 +89,7 @@ class Fragment(NamedTuple):
 
 
 def data_path(token: str, process: int, number: int) -> str:
-    """Return the path of a data file, which is unique to a save."""
+    """Return the path of a data file. No two saves use the same path."""
     return f"d/{token}.{process}.{number}"
 
 
@@ -123,7 +123,7 @@ def make_fragment(
 def merge_fragments(
     catalog: Catalog, fragments: Iterable[Fragment], processes: int, values: Mapping[str, str] | None = None
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
-    """Merge fragments, given in process order, into an index and file records; all must describe the same tree."""
+    """Merge fragments, given in process order, into an index and file records; raise an error if their trees differ."""
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return an error that lists all leaves in which two processes differ; ``lines`` contains both descriptions."""
+    """Return an error that lists the leaves in which a process differs from process 0, given the lines of both."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -66,7 +66,7 @@ def load_tree(
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
-    """Read a tree as :func:`~holdfast.load` does; only this process's shards of sharded arrays are read."""
+    """Read a tree as :func:`~holdfast.load` does. For sharded arrays, read only the shards of this process."""
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
     if unknown:
@@ -108,7 +108,7 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary; :func:`load_tree` reads the entries with a template, and all others are read as saved."""
+    """Read a dictionary: entries with a template as :func:`load_tree` does, and all other entries as saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and any mismatches, keyed by leaf name."""
+    """Return the containers and leaf templates of a resumed state, and a dict from leaf name to mismatch."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -168,7 +168,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Return the saved name of each template leaf; the two may differ in dots within keys and in module wrappers."""
+    """Return the saved name of each template leaf. The names may differ in module wrappers and in dots within keys."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
@@ -191,7 +191,7 @@ def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Read the elements that an index selects from each array; only the chunks that contain them are read."""
+    """Return the elements that an index selects from each array, reading only the chunks that contain them."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -412,7 +412,7 @@ def _is_integer(entry: Any) -> bool:
 
 
 def _runs(selected: range, chunk: int) -> list[range]:
-    """Return the selected indices of an axis as one run, or one run per index if the step may skip whole chunks."""
+    """Return the selected indices of an axis as one run, or as one run per index if the step may skip chunks."""
     if abs(selected.step) <= chunk:
         return [selected] if selected else []
     return [range(number, number + 1) for number in selected]

@@ -1,4 +1,4 @@
-"""The save plan, which defines how arrays are split into chunks and where each chunk is placed in the data files.
+"""Plans saves: how arrays are split into chunks, and where each chunk is placed in the data files.
 
 The plan depends only on names, shapes, dtypes and shardings, so every process computes the same plan. Planning needs no
 array values, and neither reads nor writes files.
@@ -34,7 +34,7 @@ ChunkIds = tuple[Integers, Integers]  # for each chunk, the index of its array a
 
 _CHUNKS_LIMIT = 1 << 20
 _TINY = 1024  # bytes; an array with more than `_CHUNKS_LIMIT` chunks below this size is refused
-_TOO_SMALL = 64  # a chunk smaller than the limit by this factor is worse than one above the limit
+_TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is worse than a chunk above the limit
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -185,7 +185,7 @@ class ArrayEncoding(NamedTuple):
     stored: Stored  # element type in the data files
     metadata: bytes  # content of ``zarr.json``
     compression: int | None  # zstd level for the chunks, or None
-    facts: dict[str, Any]  # the leaf's entries in ``tree.json`` that the array metadata lacks
+    facts: dict[str, Any]  # entries of the leaf in ``tree.json`` that are not in the array metadata
     # The parts of the stored array and the processes that hold them; None if every process holds the whole array.
     parts: Sequence[Part] | None
     text: str  # all of the above as text, for errors and for comparing processes
@@ -216,8 +216,8 @@ class Catalog:
             if special:
                 level = compression.get(name, layout.compression)
                 limit = chunk_bytes.get(name, layout.chunk_bytes)
-            # Leaves with the same sharding share one list of parts. Its id is compared, because comparing thousands of
-            # lists would take longer than all other work.
+            # Leaves with the same sharding share one list of parts. Compare these lists by id, because comparing the
+            # contents of thousands of lists would take longer than all other work.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
             if key not in ids:
                 ids[key] = len(self.distinct)
@@ -255,7 +255,7 @@ class Catalog:
         return arrays, np.arange(len(arrays)) - self.starts[arrays]
 
     def in_tree_order(self, arrays: Integers, numbers: Integers) -> ChunkIds:
-        """Sort chunks by the position of their leaf in the tree, which is their order in the data files."""
+        """Sort chunks into the order in which data files store them: by the position of their leaf in the tree."""
         order = np.lexsort((numbers, self.positions[arrays]))
         return arrays[order], numbers[order]
 
@@ -318,7 +318,7 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
-    """Place groups of chunks in separate data files. ``lengths`` is the chunk size of each array in bytes."""
+    """Place groups of chunks in separate data files. ``lengths`` contains the chunk size of each array in bytes."""
     files: list[PlannedFile] = []
     before = 0
     for arrays, numbers in groups:

@@ -56,7 +56,7 @@ class TreeReader(TreeSource):
         aggregate: AggregateHandler | None = None,
         select: Patterns | None = None,
     ) -> None:
-        """Open a tree; ``select`` limits it to the leaves that match these patterns."""
+        """Open a tree. If ``select`` is given, open only the leaves that match these patterns."""
         location, files = open_folder(location, files)
         self.location = location
         self.files = files or {}
@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Most leaves share details and metadata, so compare these by id; aggregated leaves do not, so compare names.
+        # Most leaves share details and metadata, so compare their ids. Aggregated leaves share neither; compare names.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))
@@ -239,7 +239,7 @@ class TreeReader(TreeSource):
 
 
 def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
-    """Return the saved dtype and shape; the shape is None if the stored array cannot hold such elements."""
+    """Return the saved dtype and shape of a leaf; the shape is None if the stored array cannot hold this dtype."""
     stored = dtype_from_name(metadata.data_type)
     if "dtype" not in details:
         return stored, metadata.shape

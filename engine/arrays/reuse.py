@@ -40,13 +40,13 @@ _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array num
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; writing smaller chunks is faster than comparing them
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
-_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; its other bytes waste disk space
+_LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; all other bytes waste disk space
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample in bytes
 _SAMPLE_GAP = 4096  # minimum distance in bytes between samples
 _THREADS = 4
 _SHARE = 16 << 20  # bytes to digest per thread
-_PATIENCE = 2  # number of consecutive changes that the sample missed, after which a chunk is compared less often
+_PATIENCE = 2  # a chunk is compared less often once its sample has missed this many consecutive changes
 _LONGEST_REST = 64  # longest pause between comparisons, in saves
 _REMEMBERED = 64  # number of recent steps whose files are remembered
 
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing files of earlier steps; called if a step is damaged, because others may share a damaged file."""
+        """Stop sharing files of earlier steps. Called if a step is damaged, because other steps may share its files."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -276,7 +276,7 @@ class WrittenSteps:
             if current != file.identity and current[:3] == file.identity[:3] and not _has_chunks(source, file):
                 raise OSError(errno.ESTALE, "it was changed after it was written, and its times were set back")
             identity = source.share(target, file.identity._replace(changed=current.changed))
-            for step in self._steps.values():  # linking has updated the file's change time under all of its names
+            for step in self._steps.values():  # linking updates the change time that all names of the file share
                 named = step.files.get(file.path)
                 if named is not None and named.identity.inode == identity.inode:
                     step.files[file.path] = named._replace(identity=identity)
@@ -288,7 +288,7 @@ class WrittenSteps:
                 _logger.warning(
                     "%s: unchanged arrays are written again because their files cannot be shared: %s", target, reason
                 )
-            elif error.errno != errno.ENOENT:  # if one name is missing, the file may still exist under others
+            elif error.errno != errno.ENOENT:  # the file may still exist under another name
                 self._refused.add(file.path)
                 _logger.info("%s: written again because it cannot be shared: %s", source, reason)
             return None

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _logger = logging.getLogger("holdfast")
 
 _ROUND = 64 << 20  # bytes that a process receives per all-gather
-_FEW_BYTES = 64 << 20  # bytes; sharing fewer is not worth connecting the processes
+_FEW_BYTES = 64 << 20  # bytes; below this, sharing is not worth connecting the processes
 _TOO_OFTEN = 1.5  # an array is shared only if each chunk is needed by more than this many processes on average
 _MOST_CHUNKS = 4096  # maximum number of chunks per array, because each chunk costs time in Python
 _WORD = 8  # bytes; the size of an all-gather is a multiple of this
@@ -51,7 +51,7 @@ class WantedArray(ArraySpec):
     def of(
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
-        """Describe an array; if it has too many chunks, neighboring chunks are merged, along the last axes first."""
+        """Describe an array. If it has too many chunks, merge neighboring chunks, starting along the last axis."""
         joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
@@ -199,9 +199,9 @@ class SharedReads:
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
         parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes need; None for the whole leaf
-        boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; missing leaves are read whole
+        boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; all other leaves are read whole
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read arrays that several processes need, each chunk only once; return their boxes, keyed by leaf index."""
+        """Read the arrays that several processes need, each chunk once; return their boxes, keyed by leaf index."""
         # If this process finds damaged data, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report whether this process has read its share; return True if all have. Otherwise, each reads alone."""
+        """Report whether this process has read its share. Return True if all have; otherwise, each reads on its own."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads what it still needs on its own: %s", problem)
         return problem is None
@@ -266,7 +266,7 @@ class SharedReads:
         self._awaited = "plan"
 
     def _connected(self, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
-        """Connect all teams; return the all-gather function and its message size in bytes for each division."""
+        """Connect all teams; for each division, return the message size in bytes and the all-gather function."""
         problem: str | None = None
         gathers = []
         try:
@@ -297,7 +297,7 @@ class SharedReads:
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Return the largest share in bytes for each division; [] if the plans differ, None if sharing is not worth it."""
+    """Return each division's largest share in bytes as JSON; [] if plans differ, null if sharing is not worthwhile."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
     if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):

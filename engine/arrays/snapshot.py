@@ -1,4 +1,4 @@
-"""Snapshots of arrays that the training loop will change, in a buffer that later saves reuse.
+"""Copies arrays that the training loop will change into a buffer that later saves reuse.
 
 The trees that a run saves have the same structure. `KnownTree` caches everything that depends only on the structure,
 so from the second save on, the loop waits only for the copy and for a comparison of containers and leaf metadata.
@@ -37,7 +37,7 @@ from .plan import HostLeaf, batches
 
 _ALIGNMENT = 64
 _SHARED = 64 << 20  # bytes; smaller snapshots are copied by one thread
-_BATCH = 4 << 20  # bytes of small tensors per batch, which one thread copies
+_BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
 
 _Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
 _HELD = ValueLeaf({})  # placeholder for a leaf that is not copied
@@ -138,7 +138,7 @@ class StagingBuffer:
         return copies
 
     def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
-        """Fill a snapshot, which then occupies the buffer; copies from accelerators may continue after the call."""
+        """Fill a snapshot, which keeps the buffer in use. Copies from accelerators may continue after the call."""
         self._last = weakref.ref(copies)
         if started:
             assert self._pinned is not None
@@ -211,7 +211,7 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Yield each copy and its source, which is the corresponding part of a piece."""
+    """Yield each copy with its source, the corresponding part of a piece."""
     if [copy.box for copy in copies] == [piece.box for piece in pieces]:
         yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return

@@ -1,4 +1,4 @@
-"""Protocols for reading trees that holdfast or other libraries have saved, and for aggregates.
+"""Defines protocols for reading trees that holdfast or other libraries have saved, and for aggregate handlers.
 
 Aggregate handlers store many small leaves in one file, instead of storing each leaf as an array in the database.
 """
@@ -31,7 +31,7 @@ AGGREGATE_LIMIT = 256 << 20  # bytes; larger aggregates are not written
 
 
 class Problem(NamedTuple):
-    """A problem found in a checkpoint, with the file, the leaf (or ``""``) and a description."""
+    """A problem found in a checkpoint: the affected file, the leaf (or ``""``), and a description."""
 
     file: str
     leaf: str
@@ -94,7 +94,7 @@ class TreeSource(Protocol):
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if all leaves are present
 
     def external(self) -> dict[str, int]:
-        """Return a dict from leaf name to position in the saved tree, for leaves that only a type handler can read."""
+        """Return the position in the saved tree of each leaf that only a type handler can read, keyed by leaf name."""
         numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
         pairs = zip(self.leaves, numbers, strict=True)
         return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
@@ -126,7 +126,7 @@ class TreeSource(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far, including gaps between chunks; 0 for formats that are read by their own library."""
+        """Bytes read so far, including gaps between chunks; 0 for formats that are read by another library."""
         return 0
 
     @property
@@ -158,8 +158,8 @@ class TreeSource(Protocol):
     def for_template(self, names: Sequence[str]) -> TreeSource:
         """Adapt the tree to a template whose leaves have these names.
 
-        By default, ``kernel`` matches ``kernel/value`` and vice versa, because flax.nnx variables are containers of
-        their value, unlike parameters in a plain dictionary. A format that stores less than a template specifies may
+        By default, ``kernel`` matches ``kernel/value`` and vice versa, because a flax.nnx variable is a container
+        for its value, unlike a parameter in a plain dictionary. A format that stores less than a template specifies may
         rename more leaves, or omit leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
@@ -260,18 +260,18 @@ class AggregateHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, leaves: Mapping[str, NDArray[Any]]) -> bytes:
-        """Return the content of the file.
+        """Return the contents of the file.
 
         Args:
             leaves: Host arrays, keyed by leaf name; Python numbers are 0-d arrays.
 
         Returns:
-            The file's content.
+            The contents of the file.
         """
 
     @abc.abstractmethod
     def deserialize(self, content: bytes) -> Mapping[str, NDArray[Any]]:
-        """Decode the content of the file.
+        """Decode the contents of the file.
 
         Args:
             content: The bytes from :meth:`serialize`. They match their digest, but may come from an untrusted source,
@@ -281,7 +281,7 @@ class AggregateHandler(abc.ABC):
             The arrays, keyed by leaf name, with the saved dtypes and shapes.
 
         Raises:
-            DamagedCheckpointError: The content is not what :meth:`serialize` writes.
+            DamagedCheckpointError: The bytes do not have the format that :meth:`serialize` writes.
         """
 
 

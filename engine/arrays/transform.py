@@ -47,7 +47,7 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Caches whole leaves of a saved tree, each read only once. Arrays are read-only, because functions share them."""
+    """Caches whole leaves of a saved tree to read each only once. Arrays are read-only because functions share them."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored array of each leaf, or None for a plain value; arrays that are not cached are read."""
+        """Return the stored array of each leaf, or None for a plain value, reading arrays that are not cached."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -128,7 +128,7 @@ class LazySequence(_Lazy, Sequence[Any]):
 
 
 def plain(value: Any) -> Any:
-    """Replace all lazy containers in a value with their contents; a value without any is returned unchanged."""
+    """Replace all lazy containers in a value with their contents. If there are none, return the value unchanged."""
     if isinstance(value, _Lazy):
         return value.read_all()
     contents = None if isinstance(value, np.ndarray) else expand(value)
@@ -218,7 +218,7 @@ class _Loader:
         return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
-        """Check all leaves that are not computed against the template before any leaf is read."""
+        """Before reading any leaf, check that every leaf that is not computed fits the template."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]

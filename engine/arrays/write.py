@@ -79,7 +79,7 @@ class TreePlan:
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return the content of ``tree.json``, which is cached until a value in it changes."""
+        """Return the contents of ``tree.json``, cached until a value in it changes."""
         last = self._document  # read only once, because two saves of similar trees may run concurrently
         if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
@@ -125,7 +125,7 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks. With several processes, fsync them and return a fragment for process 0."""
+        """Write this process's chunks. With several processes, fsync the files and return a fragment for process 0."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"

@@ -27,7 +27,7 @@ _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
 _SAVED = "torch.save"  # dict key for the bytes of an object saved with torch.save; loading them runs no code
-_BYTES = "holdfast.bytearray"  # dict key for a bytearray's content
+_BYTES = "holdfast.bytearray"  # dict key for a bytearray's contents
 _PAIRS = "holdfast.pairs"  # dict key for the items of a dictionary with keys other than str and int
 _CLASS = "holdfast.class"  # dict key for a class name; the field values are under `_FIELDS`
 _FIELDS = "fields"
@@ -83,7 +83,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Encode a torch object, such as a sparse tensor, with torch.save; return it as is if it could not be loaded."""
+    """Encode a torch object, such as a sparse tensor, with torch.save; return it as is if loading it would fail."""
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value

@@ -140,7 +140,7 @@ class NnxObjects:
         return number, dict(state[number].items()) if number in state else {}
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
-        """Return a copy of an object, which may be abstract, with these variables."""
+        """Return a copy of an object with these variables. The object may be abstract."""
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:
@@ -156,7 +156,7 @@ def _has_own_children(value: tuple[Any, ...]) -> bool:
 
 
 def _open_registered(value: object) -> Contents | None:
-    """Open one level of a type registered with jax; static fields stay in the treedef."""
+    """Open one level of an object whose type is registered with jax; its static fields stay in the treedef."""
     children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(children) == 1 and children[0][0] == ():
         return None  # jax treats it as a leaf

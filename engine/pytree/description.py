@@ -114,7 +114,7 @@ def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str
     for name, leaf in named:
         for array in _on_host(leaf) if leaf.details["kind"] == "jax" else ():
             low, high = _bounds(array)
-            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # last array to start before this one ends
+            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # last array that starts before `high`
             if low < high and last >= 0 and changing[last][1] > low:
                 shared[name] = changing[last][2]
     return list(shared.items())
@@ -175,9 +175,9 @@ class TakenLeaves(NamedTuple):
 class KnownLeaves:
     """Facts about the leaves of a tree, used to recognize later trees with matching leaves.
 
-    Most leaves belong to a few kinds, which are checked together and whose descriptions are reused. All other leaves
-    are described again, and the descriptions are compared. This object holds neither leaves nor values. ``is_copied``
-    marks the leaves that are copied whole, into one contiguous array.
+    Most leaves belong to a few kinds. Leaves of the same kind are checked together, and their descriptions are reused.
+    All other leaves are described again, and the descriptions are compared. This object holds neither leaves nor
+    values. ``is_copied`` marks the leaves that are copied whole, into one contiguous array.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class KnownLeaves:
                 or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # int beyond 64 bits
             )
             groups["other" if is_alone else kind].append(position)
-        # Numpy arrays; small host tensors; single-device jax arrays; numbers and None; all others.
+        # Positions of numpy arrays, small host tensors, single-device jax arrays, numbers or None, and other leaves.
         self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
         self.tensor_facts = small_facts([values[position] for position in self.tensors]) if self.tensors else []
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]

@@ -38,11 +38,11 @@ _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
 _SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes covered by the first wait; this doubles with every wait, because waits are costly
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait, doubled for every further wait, because waits are costly
 
 
 class DeviceArray:
-    """An array on an accelerator, which takes the place of a host array until a snapshot copies it.
+    """An array on an accelerator, used in place of a host array until a snapshot copies it.
 
     The elements of the tensor have the item size of ``dtype``. The tensor has neither a gradient nor a conjugate bit.
     """
@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Yield the parts of a piece, each with its target, which is pageable memory if no more can be pinned."""
+        """Yield the parts of a piece, each with its target. If no more memory can be pinned, targets are pageable."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Advance to the first block with room for (part of) the bytes; return its free bytes, 0 if none is left."""
+        """Advance to the first block with room for some of the bytes; return its free bytes, or 0 if there is none."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
@@ -335,7 +335,7 @@ def _cut(piece: Piece, room: int) -> list[Piece]:
 
 
 def default_pinned_bytes() -> int:
-    """Return half of the machine's memory, divided by its number of training processes."""
+    """Return half of the machine's memory, divided by the number of training processes on the machine."""
     # torchrun and Lightning set LOCAL_WORLD_SIZE to the number of processes on the machine.
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(count) if count.isdecimal() and int(count) else 1

@@ -118,7 +118,7 @@ class _Lookup:
         self._counts: dict[int, int] = {}  # number of leaves below each container, keyed by id
 
     def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
-        """Return a container with only its matching leaves, or None if there are none; ``number`` leaves precede it."""
+        """Return a container with only its matching leaves, or None if none match. ``number`` leaves precede it."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         try:
@@ -127,7 +127,7 @@ class _Lookup:
             segments = _decode_keys(stored, "", {})[1]
             text = "".join(segments)
         wild: list[tuple[Pattern, Collection[int]]] = []
-        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns by the keys that can match next
+        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns, keyed by a key that can match next
         for pattern, positions in progress:
             keys = pattern.literal(positions)
             for entries in [wild] if keys is None else [literal.setdefault(each, []) for each in {*keys}]:
@@ -177,7 +177,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document has a value, which leaves must not share: a few bytes could expand to many large values."""
+    """True if a document has a value. Such documents are not shared: a few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 

@@ -155,7 +155,7 @@ def is_leaf(value: Any) -> bool:
 
 
 class KeyProblem(ValueError):  # noqa: N818 - callers add the path of the key
-    """Raised for a key that cannot be stored, with the reason."""
+    """Raised for a key that cannot be stored; the message gives the reason."""
 
 
 def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
@@ -238,7 +238,7 @@ _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_
 
 
 class _Container(TreeDef):
-    """A container in an outline. It has no real build function, because that might keep arrays alive."""
+    """A container in an outline. It has no real build function, which might keep arrays alive."""
 
     __slots__ = ("are_leaves", "type", "type_of", "types")
 
@@ -252,7 +252,7 @@ class _Container(TreeDef):
         self.are_leaves = all(child is None for child in children)
 
     def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
-        """Append the leaves of a container to ``leaves``; return False if its structure differs from this one."""
+        """Append the leaves of a container to ``leaves``; return False if its structure differs from the outline."""
         is_exact = type(value) is self.type
         if self.type is None:
             contents = None if is_leaf(value) else expand(value, objects)

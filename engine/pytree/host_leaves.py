@@ -39,7 +39,7 @@ _NUMBERS: dict[Any, tuple[Details, np.dtype[Any]]] = {
 _VALUES = (*PLAIN, set, frozenset)
 INT64 = range(-(1 << 63), 1 << 63)
 _LARGEST_INT = 1 << 22  # maximum number of bits in an int
-_LONG = 1 << 16  # length; longer text and bytes are stored as arrays, which are written and read in bulk
+_LONG = 1 << 16  # text and bytes longer than this are stored as arrays, which are written and read in bulk
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 

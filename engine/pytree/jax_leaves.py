@@ -35,7 +35,7 @@ from .leaves import (
 _logger = logging.getLogger("holdfast")
 
 PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
-_FEW = 64  # device ids of meshes with more devices than this are not stored
+_FEW = 64  # device ids are not stored for meshes with more devices than this
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -52,7 +52,7 @@ def is_tracer(value: Any) -> bool:
 class JaxDescriber:
     """Describes the jax arrays in one tree; all device-to-host copies start before the first one is awaited.
 
-    At most ``pinned_bytes`` of arrays are left in pinned memory for a later snapshot to read.
+    Arrays of at most ``pinned_bytes`` bytes in total stay in pinned memory, where a later snapshot reads them.
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
@@ -199,7 +199,7 @@ class HostCopies:
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not self._arrays:  # in this case, jax may not have been imported
+        if not self._arrays:  # without arrays, jax may not have been imported
             return []
         with jax.transfer_guard("allow"):
             if not pinned:
@@ -303,7 +303,7 @@ def template_facts(value: Any) -> tuple[Any, ...]:
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
-        is_weak = bool(getattr(value, "weak_type", False))  # a weakly typed array takes the dtype of the other operand
+        is_weak = bool(getattr(value, "weak_type", False))  # operations convert weakly typed arrays to the other dtype
         return "jax", value.shape, dtype, value, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
@@ -411,7 +411,7 @@ def is_spread(sharding: Any) -> bool:
 
 @lru_cache(maxsize=512)
 def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
-    """Return the boxes that the devices of this process hold, and pairs of each device and the index of its box."""
+    """Return the boxes that the devices of this process hold, and pairs of a device and the index of its box."""
     indices = sharding.addressable_devices_indices_map(shape)
     numbers: dict[Box, int] = {}
     holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]
@@ -469,7 +469,7 @@ def put(new: Sequence[NewArray]) -> list[Any]:
 
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
-    """Lift transfer guards and NaN checks that the program may have set, because NaN is a valid saved value."""
+    """Lift the program's transfer guards, and its NaN checks, because saved values may be NaN."""
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 

@@ -222,7 +222,7 @@ class ValueLeaf:
 
 
 class LeafProblem(TypeError):  # noqa: N818 - collected by `describe` and `describe_template`, users never see it
-    """Raised for a leaf that cannot be saved or cannot be a template, with the reason."""
+    """Raised for a leaf that cannot be saved or used as a template; the message gives the reason."""
 
 
 def report_problems(problems: list[tuple[str, str]], summary: str) -> None:

@@ -135,7 +135,7 @@ class Partition(NamedTuple):
     """The boxes of one array that this process needs."""
 
     boxes: Sequence[Box]  # boxes of the array that the template describes
-    # The part of each box to read from the saved array; empty if the box lies outside of that array.
+    # The part of each box to read from the saved array; empty if the box lies outside this array.
     stored: Sequence[Box]
 
 
@@ -196,13 +196,13 @@ def materialize(
     names: Sequence[str],
     parts: Mapping[int, tuple[Partition, list[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
-    """Create leaves from saved values; raise a single error for all that cannot be created exactly as requested.
+    """Create leaves from saved values; raise one error for all leaves that cannot be created exactly as requested.
 
     ``parts`` maps the index of each leaf that was not read whole to its partition and arrays. Arrays that have been
     cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
-    # Check each description only once, because many leaves share one.
+    # Check each description only once, because many leaves share the same description.
     converted = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index

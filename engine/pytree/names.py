@@ -124,7 +124,7 @@ of whole keys. A key that contains dots, such as ``encoder.0.weight`` in a modul
 a single key or split at its dots, so ``encoder/**`` and ``**/weight`` match it."""
 
 _WILD = set("*?[")
-_CLOSE = 2000  # maximum number of paths to search for one that is similar to an unmatched pattern
+_CLOSE = 2000  # maximum number of paths to search for a suggestion if a pattern matches no path
 
 
 class PathFilter:
@@ -133,7 +133,7 @@ class PathFilter:
     def __init__(
         self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
     ) -> None:
-        """``option`` is the user-facing name of the second argument."""
+        """``option`` is the name of ``exclude`` in error messages."""
         self._select = None if select is None else compiled(select, "select")
         self._exclude = [] if exclude is None else compiled(exclude, option)
 
@@ -168,7 +168,7 @@ def choose(names: Sequence[str], select: Patterns) -> list[bool]:
 
 
 class Pattern:
-    """A pattern, matched against a path key by key: a *position* is the number of pattern keys matched so far."""
+    """A pattern, matched key by key against a path. A *position* is the number of pattern keys matched so far."""
 
     def __init__(self, option: str, text: str) -> None:
         self.text = text
@@ -198,7 +198,7 @@ class Pattern:
         return {following for position in matching for following in self._next[position]}
 
     def literal(self, positions: Collection[int]) -> Collection[str] | None:
-        """Return the only keys (without dots) that can match next; None if there are wildcards."""
+        """Return all keys that can match next, ignoring keys with dots; None if there are wildcards."""
         keys = [self._texts[position] for position in positions if position < len(self._texts)]
         return None if any(set(key) & _WILD for key in keys) else keys
 
@@ -211,7 +211,7 @@ class Pattern:
         return self._texts[-1] == "**" and len(self._texts) - 1 in positions
 
     def matches(self, path: Iterable[str]) -> bool:
-        """True if an entire path matches; takes time proportional to pattern length times path length."""
+        """True if an entire path matches. The run time is proportional to pattern length times path length."""
         positions = self.begin
         for key in path:
             positions = self.after(positions, key)

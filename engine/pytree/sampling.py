@@ -48,7 +48,7 @@ class Samples:
 
     def devices(self, count: int) -> str:
         """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means arrays on 4 devices."""
-        # The first step spreads arrays that a program makes on one device, such as counts of optax, over all of them.
+        # The first step spreads arrays that were created on one device, such as the counts of optax, over all devices.
         found = [device for device, position in self._devices.items() if position < count]
         return ", ".join(sorted(kind for kind in found if not any(other.startswith(f"{kind} x") for other in found)))
 
@@ -58,7 +58,7 @@ class Samples:
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """Return a digest of each leaf (0 if unreadable) and the values of ``shown`` of its elements."""
+        """Return, for each leaf, a digest (0 if unreadable) and the values of ``shown`` elements."""
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
@@ -73,7 +73,7 @@ class Samples:
         return digests, values
 
     def differs(self, other: Samples, end: int | None = None) -> bool:
-        """True if a leaf before ``end`` is readable in both and has another value; this may wait for a device."""
+        """True if a leaf before ``end`` that both samples could read has different values. May wait for a device."""
         mine, yours = (samples.fetch(1)[0][:end] for samples in (self, other))
         return len(mine) == len(yours) and bool(((mine != yours) & (mine != 0) & (yours != 0)).any())
 
@@ -117,7 +117,7 @@ class _Steady:
     """Tensors that stayed in the same memory between two samples, so that all of them can be checked at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """``views`` contains the views of the tensors, keyed by position among ``count`` leaves."""
+        """``views`` maps the position of each tensor in the list of ``count`` leaves to its view."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -152,7 +152,7 @@ class Sampler:
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Start sampling arrays and numbers. No views of ``passing`` leaves, such as gradients, are kept."""
+        """Start sampling arrays and numbers. Views of ``passing`` leaves, such as gradients, are not kept."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
         last_views = self._views if is_steady else {**self._views, **self._steady.views}
@@ -208,22 +208,22 @@ class Sampler:
 
 @functools.cache
 def _facts() -> Sequence[Callable[[Any], Any]]:
-    """Return functions whose values identify a tensor and the location of its elements."""
+    """Return functions whose results together identify a tensor and the location of its elements."""
     tensor = torch.Tensor
     return id, tensor.data_ptr, tensor.numel, tensor.stride, operator.attrgetter("dtype")
 
 
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
     """Return the tensor facts to keep and, from the second sample on, a view of the tensor's memory."""
-    # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
-    # references to tensors are not an alternative, because torch refuses to swap a parameter that has one.
+    # A view keeps its tensor's memory alive, so create one only if the previous sample saw the same tensor. Weak
+    # references to tensors would not work, because torch refuses to swap a parameter that has one.
     address = _address(tensor)
     now = _View(tuple(get(tensor) for get in _facts()) if address else (), address, None)
     if last is None or last.facts != now.facts or not address or _address(view) != address:
         return now
     if view.device.type == "cpu":
         with contextlib.suppress(RuntimeError):  # numpy lacks the dtype
-            # Unlike Tensor.numpy, this keeps the storage resizable, which FSDP needs to free it between steps.
+            # Unlike Tensor.numpy, this keeps the storage resizable, so FSDP can still free it between steps.
             return now._replace(part=np.from_dlpack(view))
     return now._replace(part=view)
 
@@ -321,7 +321,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none, as for parameters that FSDP frees between steps."""
+    """Return the address of a tensor's memory, or 0 if there is none. FSDP, for example, frees it between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass

@@ -136,7 +136,7 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
 
 
 def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
-    """Do the same as `compare` for a template leaf that is a `LeafMetadata`."""
+    """Like `compare`, but for a template leaf that is a `LeafMetadata`."""
     metadata = metadata_of(saved)
     is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
     # Shape and dtype are ignored for these kinds, because both depend on the value.
@@ -237,7 +237,7 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Return a template that applies a request to the saved leaf, for leaves without an array in the template."""
+    """Return a template that applies a request to a saved leaf; used if the template has no array for the leaf."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state. ``roots`` contains its top-level keys if the saved tree may have others."""
+    """The leaf types of a fresh state. ``roots`` lists its top-level keys if the saved tree may have more."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class FreshTypes:
         self._roots = None if roots is None else sorted(map(escape_key, roots))
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
-        """Return how the leaf types of the fresh state differ from those of a saved tree, as JSON."""
+        """Return, as JSON, the differences between the leaf types of the fresh state and of a saved tree."""
         types: dict[tuple[int, str, Any], LeafType] = {}  # cached, because many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
@@ -418,7 +418,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
     """Return the template that restores a leaf of the fresh state, or the difference if the program has changed.
 
-    ``began`` is the leaf's type in the fresh state with which the run began.
+    ``began`` is the type that the leaf had in the fresh state when the run began.
     """
     now, then = LeafType.of(template), LeafType.of(saved)
     if template.kind == "any" or now == then or began is None or saved.kind == STATIC:

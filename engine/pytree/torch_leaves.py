@@ -34,7 +34,7 @@ _TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, for which torch imp
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary parts along an additional last axis
 HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
-# Maximum bytes of concurrent copies in a save without its own pinned memory; torch keeps up to twice as many pinned.
+# Maximum bytes that a save without its own pinned memory copies at a time; torch keeps up to twice as many pinned.
 BYTES_AT_ONCE = 1 << 30
 _SMALL = 1 << 15  # elements; torch copies tensors of at least this size with several threads
 
@@ -44,7 +44,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors in one tree; with ``later``, device copies are left to the next snapshot if possible."""
+    """Describes the tensors in one tree; with ``later``, the next snapshot copies from devices if possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
@@ -326,7 +326,7 @@ def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
 def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
-    """Create a tensor like a template from its `local_boxes` or the whole array, on the CPU usually without a copy."""
+    """Create a tensor like a template from its `local_boxes` or the whole array; on the CPU, usually without a copy."""
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
@@ -359,7 +359,7 @@ def is_permuted(shape: Sequence[int], strides: Any) -> bool:
 
 
 def with_strides(tensor: Any, strides: Any) -> Any:
-    """Return a tensor with its saved strides, on which the rounding in later steps may depend."""
+    """Return a tensor with its saved strides, because strides may affect rounding in later steps."""
     if strides is None or not is_permuted(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -574,7 +574,7 @@ def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
 
 @lru_cache(maxsize=64)
 def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
-    """Return a mesh repeated along further axes of its root mesh, which become the leading axes."""
+    """Return a mesh repeated along further axes of its root mesh. These become the leading axes."""
     ranks = {coordinates: process for process, coordinates in root.coordinates.items()}
     processes = []
     for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):
@@ -588,4 +588,4 @@ def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
 
 _roots: weakref.WeakKeyDictionary[Any, tuple[Mesh, frozenset[int]] | None] = weakref.WeakKeyDictionary()
 _meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
-_interned = lru_cache(maxsize=64)(Mesh)  # equal meshes become one object, which makes lookups in the other caches fast
+_interned = lru_cache(maxsize=64)(Mesh)  # maps equal meshes to one object, to speed up lookups in the other caches

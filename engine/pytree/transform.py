@@ -162,7 +162,7 @@ class Taken:
 class Call:
     """A call to a ``multi_value_fn`` with the whole original tree, made only once for all leaves that it computes."""
 
-    path: str  # path of the leaf or container of the new tree that it computes
+    path: str  # path of the leaf or container in the new tree that the call computes
     function: Callable[..., Any]
     # Leaf names relative to ``path``; a single empty name if the path is a leaf.
     names: list[str] = field(default_factory=list)
@@ -201,7 +201,7 @@ Origin = Taken | Computed | None  # where a leaf of the new tree comes from; Non
 def evaluate(
     new: Flattened, origins: Mapping[int, Origin], *, run: Callable[[Call], Any], take: Callable[[Taken], Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the index and value of each replaced leaf; ``run`` and ``take`` read the original tree."""
+    """Yield the index and value of each leaf to replace; ``run`` and ``take`` read from the original tree."""
     returned: dict[Call, dict[str, Any]] = {}
     for number, origin in origins.items():
         old = new.values[number]
@@ -389,7 +389,7 @@ class _Rules:
         for target in paths:
             if (rule := self._literal.get(target)) is not None:
                 return _match(rule, None, target, path)
-        for target in paths[:-1] or paths:  # not the root, although a pattern may match the empty path
+        for target in paths[:-1] or paths:  # skip the root, even if a pattern matches its empty path
             if target not in self._first:
                 matches = ((rule, rule.pattern.fullmatch(target)) for rule in self.rules if rule.pattern is not None)
                 self._first[target] = next(((rule, match) for rule, match in matches if match is not None), None)

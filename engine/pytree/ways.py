@@ -35,7 +35,7 @@ _MOST_VALUES = 1000  # maximum number of values to visit in a batch
 _LONG = 200  # characters; longer texts are truncated and end with a checksum
 _SMALL = 1 << 10  # bytes; the values of larger arrays are not converted to text
 _TEXT_DEPTH = 3  # maximum nesting depth of containers that are converted to text
-_MOST_ENTRIES = 256  # entries; the text of a larger container gives only its length
+_MOST_ENTRIES = 256  # maximum number of entries to convert to text; larger containers show only their length
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 # Libraries whose objects are not opened.
@@ -54,7 +54,7 @@ class _Child(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """One step of a way, from its parent or from the root."""
+    """A way, given as its last step and the way before that step (None for the root)."""
 
     parent: _Way | None
     get: _Get
@@ -66,7 +66,7 @@ class _Way:
         return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if an entry has disappeared from a container that should keep its entries, unlike a list."""
+        """True if the way is broken because a dictionary has lost an entry. Lists and optimizer state may shrink."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
