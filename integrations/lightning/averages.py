@@ -34,7 +34,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`capture_averages`, and warn about saved metrics that the module no longer has."""
+    """Restore the state returned by :func:`capture_averages`; warn about metrics that the module no longer has."""
     entries = saved.get("metrics", {})
     _grow_trackers(trainer.lightning_module, entries)
     metrics = _metrics(trainer.lightning_module)
@@ -100,7 +100,7 @@ class ModuleSwitches:
         return json.dumps(changed) if any(changed.values()) else ""
 
     def restore(self, switched: str) -> None:
-        """Restore the result of :meth:`switched` for all parameters and submodules that still exist."""
+        """Restore the flags returned by :meth:`switched` for all parameters and submodules that still exist."""
         self._earlier = json.loads(switched) if switched else {}
         parameters, parts = dict(self._module.named_parameters()), dict(self._module.named_modules())
         for flag, values in self._earlier.items():

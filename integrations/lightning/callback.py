@@ -209,7 +209,7 @@ class CheckpointCallback(ResumingCallback):
                 that does not exist.
         """
         steps = self._store.steps()
-        if self._store.may_fetch:  # ``setup`` fetches from the mirror once the processes are connected.
+        if self._store.may_fetch:  # The step is not known until ``setup`` fetches from the mirror.
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
@@ -249,7 +249,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def last_model_path(self) -> str:
-        """The path of the newest checkpoint; empty when there is none."""
+        """The path of the newest checkpoint; empty if there is no checkpoint."""
         return self._store.path_of(self._store.manager.latest_step())
 
     @property
@@ -326,7 +326,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Record the hyperparameters set by the program before those in the checkpoint replace them."""
+        """Record the program's hyperparameters before those in the checkpoint replace them."""
         if self._recorder is not None:
             self._recorder.fitting.note_hyperparameters()
 
@@ -472,7 +472,7 @@ def _callbacks_of(trainer: Any) -> list[CheckpointCallback]:
 
 
 def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | None = None) -> Weights:
-    """Load all weights from a checkpoint into a module or, with ``misfits``, only those that fit."""
+    """Load all weights from a checkpoint into a module or, with ``misfits``, only the weights that fit."""
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
             f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "

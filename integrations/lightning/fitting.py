@@ -28,7 +28,7 @@ _CHANGED = (
     "restores what fits and leaves the rest as initialized. To start another run with these weights, choose "
     "another directory, and pass this one as init_from="
 )
-# WeightAveraging adds these entries to a checkpoint, whose ``state_dict`` then contains the averaged weights.
+# WeightAveraging adds these entries to a checkpoint. The entry ``state_dict`` then contains the averaged weights.
 _WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
 _COUNTERS = ("last_epoch", "_step_count")  # counters that every scheduler has
 _NO_OPTIONS = ("params", "param_names")  # param group entries that are not options
@@ -68,7 +68,7 @@ class Fitting:
         self._trainer = trainer
         self._counting = counting  # source of a resumed run's hyperparameters: ``saved`` or ``program``
         self._saved: list[_Optimizer] = []  # optimizers in the checkpoint; empty for Lightning's own files
-        self._saved_schedulers: list[str] | None = None  # scheduler classes when the saved run began training
+        self._saved_schedulers: list[str] | None = None  # scheduler classes at the start of the saved run's training
         self._shapes: dict[str, torch.Size] = {}  # weight shapes in the checkpoint
         # For each partially restored optimizer: the number of saved param groups, and the saved index of each group.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
@@ -82,7 +82,7 @@ class Fitting:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
 
     def note_hyperparameters(self) -> None:
-        """Record the hyperparameters set by the program before those in the checkpoint replace them."""
+        """Record the program's hyperparameters before those in the checkpoint replace them."""
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self) -> None:
@@ -95,7 +95,7 @@ class Fitting:
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata with the initial values of all changed hyperparameters; None if none has changed."""
+        """Return step metadata with the initial values of changed hyperparameters; None if no value has changed."""
         changed = {} if self._hyperparameters is None else self._hyperparameters.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
@@ -165,7 +165,7 @@ class Fitting:
             checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
 
     def _without_average(self, checkpoint: _State) -> None:
-        """Drop averaged weights, or raise, because a trainer without WeightAveraging would train them further."""
+        """If this trainer has no WeightAveraging, reject averaged weights or, with ``misfits``, drop them."""
         if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or callbacks_of(self._trainer, "WeightAveraging"):
             return
         if self.misfits is None:
@@ -180,7 +180,7 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """Replace the optimizer and scheduler states in a checkpoint with states that fit while it is loaded."""
+        """While a checkpoint is being loaded, replace its optimizer and scheduler states with states that fit."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return
@@ -342,7 +342,7 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares the most names, preferring ``index`` if tied; None if none does."""
+    """Return the index of the set that shares the most names (``index`` if tied); None if no names are shared."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -399,7 +399,7 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
 
 def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     omitted = (*_NO_OPTIONS, "initial_lr")  # initial_lr is added by schedulers
-    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's mock optimizer has none
+    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's mock optimizer has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
 

@@ -1,7 +1,7 @@
 """Make a Lightning trainer and its strategy save and load holdfast checkpoints.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code, and a trainer from one package
-does not recognize callbacks from the other. The base classes here therefore inherit from both packages, if installed.
+does not recognize callbacks from the other. Therefore, the base classes here inherit from every installed package.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint, and rename its entries if the module's names have changed, as compiling it does."""
+        """Load a checkpoint; rename its entries if the module's names differ, for example because it is compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -206,7 +206,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # never removed, because the plugin is never removed
+    hooks = LoopHooks()  # never removed, like the plugin
     if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)
@@ -216,7 +216,7 @@ def install(trainer: Any, store: RunStore) -> None:
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` replace the path that a trainer resumes from. Must be called by the end of ``setup``."""
+    """Let ``choose`` replace the path that a trainer resumes from. Call this in ``setup`` or earlier."""
     function, hooks = trainer.state.fn, LoopHooks()
 
     def resume_start(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:

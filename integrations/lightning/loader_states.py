@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of the stateful loaders with more batches than ``limit``, the length of an epoch."""
+    """Return the class names of stateful loaders that have more than ``limit`` batches, the length of an epoch."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -217,7 +217,7 @@ def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
-    """Restore the result of :func:`capture_generators` for all generators that still exist."""
+    """Restore the states returned by :func:`capture_generators` for all generators that still exist."""
     restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
     saved = state.get("device")  # legacy: the first version saved only one device's generator

@@ -58,7 +58,7 @@ NAMES_OF_CLASSES = {  # keyed by the strategy or callback class
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # keyed by submodule of the package; some attributes are set in __init__
+NAMES_IN_MODULES = {  # keyed by submodule of the package; may include attributes set in __init__
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -285,7 +285,7 @@ def have_ended(combined: Any) -> list[bool]:
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore the result of :func:`have_ended`; loaders that have been exhausted since then stay exhausted."""
+    """Restore the flags returned by :func:`have_ended`; loaders exhausted since then stay exhausted."""
     if hasattr(combined._iterator, "_consumed") and ended:
         combined._iterator._consumed = [saved or now for saved, now in zip(ended, have_ended(combined), strict=True)]
 
@@ -372,7 +372,7 @@ def release_children(trainer: Any) -> None:
 
 
 def package_of(module_class: type) -> str | None:
-    """Return the Lightning package whose ``LightningModule`` or ``LightningDataModule`` is a base of the class."""
+    """Return the Lightning package that defines the class's ``LightningModule`` or ``LightningDataModule`` base."""
     names = {f"{base.__module__}.{base.__name__}" for base in module_class.__mro__}
     bases = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
     return next((package for package in _PACKAGES if any(f"{package}.{base}" in names for base in bases)), None)
@@ -408,7 +408,7 @@ def logged_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`logged_averages`; ``metrics`` contains the module's torchmetrics, keyed by name."""
+    """Restore the averages returned by :func:`logged_averages`; ``metrics`` maps names to the module's metrics."""
     results = trainer.fit_loop.epoch_loop._results
     for key, entry in saved.items():
         attribute = entry["metric_attribute"]

@@ -88,7 +88,7 @@ class FitRecorder:
         self.witness.begin()
 
     def finish(self) -> None:
-        """If the run was already complete, announce that, and restore the trainer's metrics from the last step."""
+        """If the run was already complete, announce it and restore the trainer's metrics from the last step."""
         self._replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return
@@ -262,7 +262,7 @@ class FitRecorder:
     # ---- the loggers of the trainer
 
     def announce(self) -> None:
-        """Pass new events and committed checkpoints to the loggers; called on the trainer's thread."""
+        """Pass new events and committed checkpoints to the loggers. Called on the trainer's thread."""
         events = self.fit.store.take_events()
         if not self.fit.trainer.is_global_zero:
             return

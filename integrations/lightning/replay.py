@@ -253,7 +253,7 @@ class EpochReplay:
     def _begin_again(self, saved: SavedPosition) -> None:
         """Rewind the loaders to the start of the epoch, before Lightning creates their iterators."""
         parts, now = self._loaders(), self._loop.epoch_progress.current.processed
-        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful at the save.
+        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful when saved.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
         loaders.set_sampler_epoch(parts, now)
         is_first = saved.tree["reloaded_at_epoch"] == now  # whether the loaders were created in this epoch
@@ -316,7 +316,7 @@ class EpochReplay:
         self._restored()
 
     def _stop_if_asked(self, saved: SavedPosition) -> None:
-        """Stop if the saved run was stopping, unless the program itself chose the step to resume from."""
+        """Stop if the saved run had been asked to stop, unless the program itself chose the step to resume from."""
         if saved.tree.get("automatic", False) and saved.tree["should_stop"]:
             self._trainer.should_stop = True
 

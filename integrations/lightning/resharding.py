@@ -91,7 +91,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Raise StateError if the saved states of global generators, which are declared replicated, differ."""
+    """Raise StateError if global generators are declared replicated, but processes saved different states."""
     of_loaders = {"loaders", "attributes"}
     states = [{name: state for name, state in share["random"].items() if name not in of_loaders} for share in shares]
     for state in states:

@@ -41,7 +41,7 @@ class Newest:
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a run that resumes from this checkpoint would not train ``step`` again."""
+        """Return whether a resumed run would continue after ``step``, or with the work that follows its batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
@@ -64,7 +64,7 @@ class StepWriter:
         self._witness = witness
         self._ledger = MetricsLedger()
         self._has_news = False  # whether validation or an epoch has ended since a save was last considered
-        self._outdated: set[int] = set()  # steps saved by an earlier run, which this run replaces
+        self._outdated: set[int] = set()  # steps of an earlier run that this run will overwrite
         self._copies = Copies() if fit.options.save_on_exception else None
         self.held: Held | None = None  # the checkpoint to save after an exception
         self._has_warned = False  # whether the warning about ModelPruning has been logged
@@ -72,7 +72,7 @@ class StepWriter:
 
     def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
         """Continue from a checkpoint; ``earlier`` contains the metrics that were logged before it was saved."""
-        self._ledger.observe(-1, earlier)  # -1, because these metrics belong to an unknown step
+        self._ledger.observe(-1, earlier)  # -1, because these metrics belong to earlier steps
         self._outdated = set(note_resume(self._fit.store.manager, step))
         self.newest = Newest(step, self.stored_metrics(step), is_cut_off)
 

@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """Handles signals during one trainer call; Lightning's own handlers could end it during gradient accumulation."""
+    """Handles signals during one trainer call. Lightning's handlers could end the call while gradients accumulate."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)

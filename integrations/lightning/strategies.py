@@ -103,7 +103,7 @@ def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas(strategy: Any) -> int:
-    """Return the number of data-parallel replicas, that is, of processes that share the training data."""
+    """Return the number of data-parallel replicas, that is, of processes among which training data is divided."""
     return 1 if strategy.world_size == 1 else int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or on every process."""
+        """Return the leaf to send from process 0, or a placeholder for a tensor that is large or in every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint that was restored with :meth:`template` into the module and the optimizers."""
+        """Load a checkpoint into the module and the optimizers. It must have been restored with :meth:`template`."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,

@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """If a step was saved, report the step saved before it, which is durable because saves wait for each other."""
+        """After a save, report the previously saved step; it is durable, because each save waits for the last one."""
         if self._worker is None:
             return outcome
         if outcome.saved:

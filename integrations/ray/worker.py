@@ -84,7 +84,7 @@ class Worker:
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics and, optionally, a checkpoint that is already in Ray's storage; waits for all workers."""
+        """Report metrics and, optionally, a checkpoint that is already in Ray's storage. Waits for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -136,7 +136,7 @@ class WorkerSignal(PreemptionSignal):
 
     @property
     def is_agreed(self) -> bool:
-        """Always False: the agreement in JAX needs JAX's own handler, which is replaced and misses drained nodes."""
+        """Always False: agreeing through JAX requires its own handler, which is replaced and misses drained nodes."""
         return False
 
     @property
@@ -162,7 +162,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # A Ray Train actor runs functions that are passed to its execute method in its main thread.
+            # In its main thread, a Ray Train actor runs the functions passed to its execute method.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:

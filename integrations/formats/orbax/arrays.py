@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 class OpenedArrays:
-    """Arrays that have been opened but not read; ``failed`` maps arrays that cannot be opened to the reason."""
+    """Arrays that have been opened but not read. ``failed`` maps names of arrays that cannot be opened to reasons."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return names with errors."""
+        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return (name, error) pairs."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -177,7 +177,7 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read: the bounding box of all boxes if they fill at least half of it, or else each box."""
+    """Return the regions to read: the boxes' bounding box if they fill at least half of it, otherwise each box."""
     # Reading the bounding box avoids decoding a shared chunk once per box.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
@@ -189,7 +189,7 @@ def gather(boxes: Sequence[Box]) -> list[Box]:
 
 
 def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """Cut a box out of the region that contains it; an empty box becomes an empty array."""
+    """Cut a box out of the region that contains it; return an empty array if the box is empty."""
     for region, array in zip(regions, arrays, strict=True):
         if box.size and box.common(region) == box:
             return array[box.within(region)]

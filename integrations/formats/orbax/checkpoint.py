@@ -37,7 +37,7 @@ _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
 # Managers that save to the local disk of each host write this item, which lists the devices of every process.
 _PROCESSES = "process_metadata"
-RUN_METADATA = "metadata"  # folder, next to the steps, of the run's custom metadata
+RUN_METADATA = "metadata"  # folder next to the steps that holds the run's custom metadata
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # maximum number of directories to search for items if there is no metadata
 
@@ -149,7 +149,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the run's custom metadata, which is a member of a JSON file or, for early versions, the entire file."""
+    """Return the run's custom metadata, which is a member of a JSON file or, in early versions, the entire file."""
     folder = location / RUN_METADATA
     for name in (RUN_METADATA_FILE, "metadata"):
         if (folder / name).is_there():
@@ -181,7 +181,7 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 
 def _holds_items(location: Location) -> bool:
-    """True if a directory without metadata contains items, as written by early versions."""
+    """True if a directory without metadata contains items, as in checkpoints from early versions of Orbax."""
     folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
     names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
     for name in names[:_SEARCHED]:

@@ -68,7 +68,7 @@ _KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # PRNG implementation by length of t
 class Parameter(NamedTuple):
     """An entry of the tree, which is a leaf or an empty container."""
 
-    path: Path  # its keys; int for list and tuple indices
+    path: Path  # the keys of the entry, with int for list and tuple indices
     value_type: str  # Orbax value type: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
 
     @property
@@ -194,7 +194,7 @@ class OrbaxTree(OtherTree):
             parameters = [parameters[0]._replace(path=())]
         self._names = {storage_name(p.path): p.name or (AGGREGATE_FILE if bare else "") for p in parameters}
         arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
-        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # no database is needed without arrays
+        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # a tree without arrays needs no database
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
             self.tree, order = nested_tree([*((p.path, number) for number, p in enumerate(parameters)), *empties])

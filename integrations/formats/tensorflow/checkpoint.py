@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map each number to a prefix ``<name>-<number>``; the name is that of the newest checkpoint or the most common."""
+    """Map numbers to prefixes ``<name>-<number>``, using the newest checkpoint's name or else the most common name."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -59,7 +59,7 @@ def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
 
 
 def read_state(directory: Location) -> CheckpointState:
-    """Read the state file of a directory; return an empty state if it is missing or unreadable."""
+    """Read the state file of a directory; return an empty state if the file is missing or unreadable."""
     file = directory / STATE
     try:
         text = file.read_bytes(limit=_STATE_LIMIT).decode("utf-8")

@@ -263,7 +263,7 @@ class _Handle(NamedTuple):
 
 
 def masked(crc: int) -> int:
-    """Mask a CRC for storage, because CRCs of data that contains CRCs are weak: rotate it, and add a constant."""
+    """Mask a CRC for storage by rotating it and adding a constant, because a CRC of data that contains CRCs is weak."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 

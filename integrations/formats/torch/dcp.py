@@ -147,7 +147,7 @@ class _Folder:
             return nested(leaves, root_is_dict=True)
 
     def _value(self, name: str, entries: Sequence[_Tensor | Extent]) -> Any:
-        """Return the value of an entry. Tensors are lazy; other objects are read."""
+        """Return the value of an entry. Tensors are returned lazily; other objects are read immediately."""
         tensors = [entry for entry in entries if isinstance(entry, _Tensor)]
         objects = [entry for entry in entries if not isinstance(entry, _Tensor)]
         if tensors and not objects and all(entry[:2] == tensors[0][:2] for entry in tensors):

@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class for the results of builders whose state the opcode ``BUILD`` sets."""
+    """Base class for objects that builders return and that the opcode ``BUILD`` then gives a state."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
@@ -136,7 +136,7 @@ class _Machine:
     def name(self, module: Any, attribute: Any) -> None:
         if type(module) is not str or type(attribute) is not str:
             raise ValueError("a name in it is not text")
-        # In protocol 2, which torch writes, ``builtins`` has its name from Python 2.
+        # Protocol 2, which torch writes, refers to ``builtins`` by its Python 2 name.
         self.stack.append(Name("builtins" if module == "__builtin__" else module, attribute))
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> None:
