@@ -38,7 +38,7 @@ _DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive m
 _DOCUMENT_LIMIT = 64 << 20  # bytes
 _NODES = 1_000_000  # maximum number of datasets and links in a file
 _RATIO = 2048  # maximum compression ratio of HDF5
-_UNSTORED = 64 << 20  # bytes; allowance for arrays that are not stored because they hold the fill value
+_UNSTORED = 64 << 20  # bytes; allowance for arrays that contain only the fill value, and are not stored
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -61,7 +61,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 class KerasFile(SingleTree):
-    """A model in a ``.keras`` file: its weights as a tree, and its configuration as JSON items."""
+    """A model in a ``.keras`` file, with its weights as a tree and its configuration as JSON items."""
 
     def __init__(self, location: Location, members: list[str]) -> None:
         tree = HDF5Tree(location, inside=True)
@@ -79,11 +79,11 @@ class KerasFile(SingleTree):
                 raise DamagedCheckpointError(f"{self.location}: {info.filename} is nested too deeply") from error
 
     def items_to_load(self) -> list[str]:
-        return [ITEM]  # the configuration is read only on request
+        return [ITEM]  # load only the weights by default
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets in an HDF5 file or, with ``inside``, in the HDF5 file inside a ``.keras`` file."""
+    """The datasets in an HDF5 file; if ``inside``, the location is a ``.keras`` file that contains the HDF5 file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -144,7 +144,7 @@ class HDF5Tree(FetchedTree):
                 self._dataset(here, child)
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
-            elif address in self._paths:  # visited only once, because shared groups could have exponentially many paths
+            elif address in self._paths:  # visit once, because shared groups could have exponentially many paths
                 self._add(here, np.dtype("V1"), (), f"another name for {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)
@@ -168,8 +168,8 @@ class HDF5Tree(FetchedTree):
 # ---- zip archives, including those written by ``numpy.savez``
 #
 # A numpy.savez archive has one member ``<name>.npy`` per array:
-# https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. A name with slashes is a path. Object arrays
-# are pickled, so they are listed but not read.
+# https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. Slashes in a name separate the keys of a path.
+# Object arrays are pickled, so they are listed but not read.
 
 _MEMBER = ".npy"
 _END = 22  # bytes; size of the end-of-central-directory record without the archive comment
@@ -202,7 +202,7 @@ class NumpyTree(FetchedTree):
 
 @contextlib.contextmanager
 def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive; raise a DamagedCheckpointError that names the file if its content is invalid."""
+    """Open a zip archive; raise a DamagedCheckpointError that names the file if the archive is invalid."""
     with location.open_data() as reader:
         try:
             file = opened(reader, 0, reader.size)
@@ -216,8 +216,8 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
-    """Raise BadZipFile if the central directory at the end of the file, which has no checksum, is damaged."""
-    # A flipped bit can hide a member by changing its name or by extending the previous entry over it.
+    """Raise BadZipFile if the archive's central directory, which is not protected by a checksum, is damaged."""
+    # A flipped bit could hide a member, either by changing its name or by making the previous entry overlap its entry.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
     members = archive.infolist()
@@ -233,7 +233,7 @@ def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
     path = tuple(info.filename.removesuffix(_MEMBER).split("/"))
     with archive.open(info) as member:
         version = npy.read_magic(member)
-        if version not in _HEADERS:  # version 3 is used only for structured arrays with UTF-8 field names
+        if version not in _HEADERS:  # version 3 is only for structured arrays with UTF-8 field names
             return FetchedArray(path, info.filename, np.dtype("V1"), (), "a structured array")
         shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:

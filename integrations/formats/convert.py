@@ -74,7 +74,7 @@ class Conversion:
         path: The location of the result.
         format: The library that wrote the source (imports) or that reads the result (exports).
         step: The step of the checkpoint, if it has one.
-        leaves: The number of leaves in all trees, excluding those that may be empty containers.
+        leaves: The number of leaves in all trees, excluding leaves that may be empty containers.
         bytes: The total size of the arrays in bytes.
         left_out: One line for each source leaf that is missing from the result, with the reason.
     """
@@ -132,7 +132,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # links are resolved once, because a changing link would mix two checkpoints
+        location = origin.without_links()  # resolve links once: a link that changes would mix two checkpoints
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -142,7 +142,7 @@ def import_checkpoint(
         made: list[Location] = []
         with deleted_on_interrupt(target, made):
             for (result, entry), share in zip(entries.items(), shares, strict=True):
-                if not overwrite:  # with overwrite, this may be an earlier checkpoint, which Ctrl-C must not delete
+                if not overwrite:  # Ctrl-C must not delete an earlier checkpoint
                     made.append(result)
                 step = entry.step if steps else None
                 done.append(_import(open_at(entry.location), result, step, overwrite, share))
@@ -281,7 +281,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
 
 
 class _InBatches(PartialTree):
-    """A tree source that reads its leaves in batches and reports progress after each batch."""
+    """A tree source that reads leaves in batches and reports progress after each batch."""
 
     def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
@@ -322,7 +322,7 @@ def _import(
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
     with share:
-        # Every byte counts twice, because it is read from the source and then from the result for verification.
+        # Count every byte twice: it is read from the source and, for verification, from the result.
         share.expect(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))
         with save.completing():
             record = CheckpointRecord(
@@ -357,7 +357,7 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # Leaves that have no data or may be empty containers are not counted, because the result may not contain them.
+    # Don't count leaves that have no data or that may be empty containers: the result may not contain them.
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
@@ -374,7 +374,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree under the names in ``arrays``, and make them durable before returning."""
+    """Write leaves of a tree under the names that are the keys of ``arrays``, and wait until they are durable."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -392,8 +392,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # A leaf that may be either None or an empty container is saved as a container, because it usually represents an
-        # empty optimizer state, which is also a container in the template.
+        # Save a leaf that may be either None or an empty container as a container. It usually represents an empty
+        # optimizer state, which is a container in the template, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure
@@ -418,7 +418,7 @@ class _Loader:
         self._reading = threading.Lock()
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return the array of a leaf; thread-safe, because a lock lets only one thread read at a time."""
+        """Return the array of a leaf. This method is thread-safe: a lock lets only one thread read at a time."""
         number = self._batch_of[name]
         arrays = self._loaded.get(number)
         if arrays is None:
@@ -436,7 +436,7 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class _LaterPiece:
-    """A lazy `Piece` that covers a whole array and gets it from the loader on each access."""
+    """A lazy `Piece` that covers a whole array, and obtains it from the loader on each access."""
 
     name: str
     box: Box
@@ -452,7 +452,7 @@ class _LaterPiece:
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
-    """Replace each leaf that is not kept with an empty dictionary; ``kept`` yields one flag per leaf, in tree order."""
+    """Replace the leaves whose flags in ``kept`` (in tree order) are False with empty dictionaries."""
     empty = TreeDef("dict", [], [], dict)
     parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
     return TreeDef(node.kind, node.keys, parts, node.build, node.label)

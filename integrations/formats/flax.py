@@ -1,4 +1,4 @@
-"""Read msgpack trees, as written by Flax and, next to their arrays, by early versions of Orbax.
+"""Read msgpack trees, which are written by Flax and, next to array files, by early versions of Orbax.
 
 Extension type 1 is an array, encoded in msgpack as ``(shape, dtype name, bytes)``; type 2 is a complex number, type 3 a
 numpy scalar, and type 4 a tuple. Arrays larger than a gigabyte are dictionaries with the key
@@ -34,7 +34,7 @@ def looks_like_msgpack(file: Location) -> bool:
 
 
 def decode_file(file: Location) -> Any:
-    """Read a file as nested dictionaries (with string keys), lists and tuples of arrays, scalars and Python values."""
+    """Read a file as nested dictionaries (with string keys), lists, and tuples of arrays and Python values."""
     content = read_checked(file, None, limit=_LIMIT)
     with naming(file):
         return decode_flax(content)
@@ -60,7 +60,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    """Convert the keys of a dictionary to strings or, if it represents a chunked array, return the array."""
+    """Return a dictionary with string keys or, if the dictionary represents a chunked array, the array."""
     if "__msgpack_chunked_array__" in value:
         return _joined(value)
     for key in value:

@@ -5,7 +5,7 @@ A component's directory contains the state in ``state.pkl`` or ``state.msgpack``
 contain the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
 This module reads a directory as a single tree, in which the states of the child components appear under their names.
-Component trees, in contrast, read the directories one by one (``integrations/components/reading.py``).
+Component trees, in contrast, read each directory separately (``integrations/components/reading.py``).
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which supports arrays and Python's plain
 types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), numpy arrays
@@ -77,7 +77,7 @@ _LEVELS = 32
 
 
 class RLlibDirectory:
-    """The directory of one component; ``path`` is relative to the opened directory and consists of escaped names."""
+    """The directory of one component. ``path`` consists of escaped names and is relative to the opened directory."""
 
     def __init__(self, location: Location, path: tuple[str, ...] = ()) -> None:
         self.location = location
@@ -100,7 +100,7 @@ class RLlibDirectory:
         return children
 
     def own_state(self, *, none: bool) -> Any:
-        """Read the state without child components, and log which values are left out; ``none`` allows None as a key."""
+        """Read the state without child components, logging omitted values; ``none`` allows None as a dictionary key."""
         self.left_out = left_out = list[str]()
         state = self._read_state(left_out, none)
         if left_out:
@@ -119,7 +119,7 @@ class RLlibDirectory:
             return state
 
     def full_state(self, left_out: list[str], prefix: str = "") -> Any:
-        """Read the state, including the states of all child components."""
+        """Read the state, including the states of all child components, and add omitted values to ``left_out``."""
         lines: list[str] = []
         state = self._read_state(lines, none=False)
         left_out += [f"{prefix}{line}" for line in lines]
@@ -134,7 +134,7 @@ class RLlibDirectory:
         states = [name for name in self.names if _is_state(name)]
         chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
-            # When the file format changes, RLlib keeps the old file, and nothing shows which file is newer.
+            # If the file format changes, RLlib keeps the old file, and there is no way to tell which file is newer.
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"
@@ -183,7 +183,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the directories, such as ``checkpoint_000012``, that Ray Tune creates for a trial."""
+    """Find the checkpoint directories that Ray Tune creates for a trial, such as ``checkpoint_000012``."""
     folders = [location / entry.name for entry in entries if entry.is_directory and _STEP.fullmatch(entry.name)]
     names = {folder: frozenset(file.name for file in folder.entries() if not file.is_directory) for folder in folders}
     checkpoints = [checkpoint for folder in folders if (checkpoint := recognise(folder, names[folder])) is not None]

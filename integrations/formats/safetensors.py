@@ -1,4 +1,4 @@
-"""Read and write safetensors: single files, and folders with an index that maps each tensor to its file.
+"""Read and write safetensors files, and folders of such files with an index that maps each tensor to its file.
 
 A file consists of the header length (8 bytes, little endian), the header (a JSON object), and the tensor data in
 little-endian C order, without gaps (https://huggingface.co/docs/safetensors, "Format").
@@ -7,8 +7,8 @@ A tensor name is split at its dots into a path: ``layers.0.weight`` is the leaf 
 If the names do not form a tree (for example ``a`` and ``a.b``, or ``a..b``), the tree is a single dictionary keyed by
 full names. In files exported by holdfast, the metadata describes the containers and stores values that are not tensors.
 
-``HuggingFaceStorageWriter`` in torch.distributed.checkpoint writes separate files for each process and no index. The
-metadata of these files gives the offset of each shard in the full tensor (torch/distributed/checkpoint/_hf_utils.py).
+``HuggingFaceStorageWriter`` in torch.distributed.checkpoint writes separate files for each process, without an index.
+The metadata of each file gives the offset of each shard in the full tensor (torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
 _ALIGNMENT = 8  # bytes; tensor data alignment in the reference implementation
 _LARGEST_SIZE = 1 << 62
-# In a folder without an index, file names contain the shard (process), model name, file number, and file count.
+# In a folder without an index, file names consist of the shard (process), model name, file number, and file count.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"  # metadata key of the shard offsets
 _OFFSETS = "saved_offsets"
@@ -73,7 +73,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Packed dtypes (two elements per byte) and their torch names. Neither numpy nor torch can compute with them.
+# Maps packed dtypes (two elements per byte) to their torch names. Neither numpy nor torch can compute with them.
 _PACKED = {"F4": "float4_e2m1fn_x2"}
 
 
@@ -81,7 +81,7 @@ Tensors = Mapping[str, StoredArray]
 
 
 def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str, StoredArray], Mapping[str, str]]:
-    """Read the header at offset ``begin`` of a file; return the tensors by name, in order, and the metadata."""
+    """Read the header at offset ``begin`` of a file; return a dictionary of tensors (in order) and the metadata."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
@@ -182,7 +182,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
         note = metadata.get(TREE_NOTE)
-        if path and weight_map is None:  # Numbered files may contain shards; a file opened by path is read as is.
+        if path and weight_map is None:  # Numbered files may contain shards.
             in_file = _placed(file, in_file, metadata.get(_SHARDING, "{}"))
         for name, tensor in in_file.items():
             if weight_map is None or weight_map.get(name) == path:
@@ -204,7 +204,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
 
 
 def _are_numbered(location: Location, files: Collection[str]) -> bool:
-    """True if the files are the numbered files of one model; raise DamagedCheckpointError if one is missing."""
+    """True if these are the numbered files of a single model; raise DamagedCheckpointError if a file is missing."""
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name)) is not None]
     if not matches or len(matches) < len(files) or len({match.group(2, 4) for match in matches}) > 1:
         return False
@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors in a file as shards, each at the offset in its full tensor given by the metadata (if any)."""
+    """Return the tensors in a file as shards, at the offsets that the metadata gives (if any)."""
     with naming(file, ": the positions of its tensors cannot be read"):
         try:
             places = json.loads(noted)
@@ -248,7 +248,7 @@ def _at(tensor: StoredArray, start: Any) -> StoredArray:
 
 
 def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> StoredArray:
-    """Join the shards of a tensor, whose shape is inferred from the offsets and shapes of the shards."""
+    """Join the shards of a tensor, inferring its shape from their offsets and shapes."""
     first = tensors[0]
     parts = [tensor.whole() for tensor in tensors]
     odds = [tensor for tensor in tensors if tensor.dtype != first.dtype or len(tensor.shape) != len(first.shape)]
@@ -275,7 +275,7 @@ def tensor_name(leaf_name: str) -> str:
 
 
 def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[str, str]]:
-    """Read the index of a folder; return the files by name and the weight map, from tensor names to file names."""
+    """Read the index of a folder; return the files, keyed by name, and a map from tensor names to file names."""
     index_file = location / index
     weight_map = read_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -289,7 +289,7 @@ def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[
 
 
 def _looks_right(file: Location) -> bool:
-    """True if the name or the first bytes of a file look like safetensors."""
+    """True if a file appears to be a safetensors file, based on its name or first bytes."""
     if file.name.endswith(SUFFIX):
         return True
     with file.open_data() as reader, contextlib.suppress(DamagedCheckpointError):
@@ -312,7 +312,7 @@ def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
 
 
 def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> StoredTree | None:
-    """Build the tree described in an exported file; return None if the description no longer matches the tensors."""
+    """Build the tree that an exported file describes; return None if the description does not match the tensors."""
     try:
         names, details, tree = from_document(json.loads(note, parse_constant=_refuse))
     except (ValueError, RecursionError, AttributeError, DamagedCheckpointError):
@@ -338,9 +338,9 @@ def _refuse(constant: str) -> None:
 
 
 def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
-    """Write a tree as a safetensors file, atomically and durably; leaves are read in batches to limit memory usage.
+    """Write a tree to a safetensors file, atomically and durably. Leaves are read in batches to limit memory usage.
 
-    Python numbers become scalar tensors. Text, bytes, None and the containers are stored in the metadata, which only
+    Python numbers become scalar tensors. Text, bytes, None, and the containers are stored in metadata that only
     holdfast reads.
     """
     check_destination(destination, overwrite=overwrite)
@@ -365,8 +365,8 @@ def write_tensors(
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
-    """Write tensors, given by name, dtype and shape, to a file; ``contents`` returns their data in the same order."""
-    header, size = _encode_header(tensors, {"format": "pt", **metadata})  # the format tag that other libraries expect
+    """Write tensors, given as name, dtype, and shape, to a file; ``contents`` returns their data in the same order."""
+    header, size = _encode_header(tensors, {"format": "pt", **metadata})  # other libraries expect this format tag
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(header, np.uint8)
@@ -402,7 +402,7 @@ def _encode_header(
 
 
 def _obstacles(leaves: Sequence[SavedLeaf]) -> list[str]:
-    """Return an error line for every leaf that a safetensors file cannot store."""
+    """Return an error message for each leaf that a safetensors file cannot store."""
     problems = []
     taken: dict[str, str] = {}
     for leaf in leaves:

@@ -34,7 +34,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore the state from :func:`capture_averages`; warn about saved metrics that the module no longer has."""
+    """Restore the state returned by :func:`capture_averages`; warn about metrics that the module no longer has."""
     entries = saved.get("metrics", {})
     _grow_trackers(trainer.lightning_module, entries)
     metrics = _metrics(trainer.lightning_module)
@@ -79,8 +79,8 @@ _Flags = dict[str, dict[str, bool]]
 class ModuleSwitches:
     """Tracks changes to a module's flags: ``requires_grad``, ``training``, and ``track_running_stats``."""
 
-    # A program may set flags before training and set them to different values before resuming. To respect the new
-    # values, only flags that have changed since training began, in this process or an earlier one, are saved.
+    # A program may set flags before training begins, and set different values before it resumes. To respect the new
+    # values, save only the flags that have changed during training, in this process or an earlier one.
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -100,7 +100,7 @@ class ModuleSwitches:
         return json.dumps(changed) if any(changed.values()) else ""
 
     def restore(self, switched: str) -> None:
-        """Restore the flags from :meth:`switched` for all parameters and submodules that still exist."""
+        """Restore the flags returned by :meth:`switched` for all parameters and submodules that still exist."""
         self._earlier = json.loads(switched) if switched else {}
         parameters, parts = dict(self._module.named_parameters()), dict(self._module.named_modules())
         for flag, values in self._earlier.items():

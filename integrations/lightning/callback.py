@@ -192,7 +192,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def proof(self) -> Proof:
-        """The result so far of comparing the resumed ``fit`` with the steps recorded before the interruption."""
+        """The result, so far, of comparing the resumed ``fit`` with the steps recorded before the interruption."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
@@ -209,7 +209,7 @@ class CheckpointCallback(ResumingCallback):
                 that does not exist.
         """
         steps = self._store.steps()
-        if self._store.may_fetch:  # ``setup`` fetches from the mirror once the processes are connected.
+        if self._store.may_fetch:  # The step is not known until ``setup`` fetches from the mirror.
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
@@ -244,27 +244,27 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
-        """The metric of the best checkpoint."""
+        """The value of the ranking metric in the best checkpoint."""
         return _tensor(self._store.score(self._store.manager.best_step()))
 
     @property
     def last_model_path(self) -> str:
-        """The path of the newest checkpoint; empty when there is none."""
+        """The path of the newest checkpoint; empty if there is no checkpoint."""
         return self._store.path_of(self._store.manager.latest_step())
 
     @property
     def current_score(self) -> torch.Tensor | None:
-        """The metric of the newest checkpoint."""
+        """The value of the ranking metric in the newest checkpoint."""
         return _tensor(self._store.score(self._store.manager.latest_step()))
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
-        """A mapping from path to score, for all checkpoints that have a score."""
+        """A dictionary that maps the path of each checkpoint to its score; checkpoints without a score are omitted."""
         scores = {step: self._store.score(step) for step in self._store.manager.all_steps()}
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a fresh callback for the same directory, for pickling."""
+        """Return the state to pickle, which is that of a fresh callback for the same directory."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 
@@ -305,7 +305,7 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works with one process, but this run has {trainer.world_size}: if one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # A trainer chooses its checkpoint before it collects the module's callbacks, which may include this one.
+        # Choose again here: if the module provides this callback, the trainer adds it only after choosing a checkpoint.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
@@ -321,12 +321,12 @@ class CheckpointCallback(ResumingCallback):
         self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the checkpoint's data position and random generator states, which are restored when the loops start."""
+        """Read the data position and the random generator states, which are restored when the loops start."""
         if self._recorder is not None and not private_api.is_search_file(trainer.ckpt_path):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Record the hyperparameters set by the program before those in the checkpoint replace them."""
+        """Record the program's hyperparameters before those in the checkpoint replace them."""
         if self._recorder is not None:
             self._recorder.fitting.note_hyperparameters()
 
@@ -387,7 +387,7 @@ class CheckpointCallback(ResumingCallback):
         self._end(trainer, orderly=True)
 
     def _chosen(self, trainer: Any, path: Any) -> Any:
-        """Return the path to resume from: the given one or, if none was given, the one that process 0 chooses."""
+        """Return the path to resume from: the given path or, if none was given, the path that process 0 chooses."""
         decides, self._decides = self._decides, False
         path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
@@ -396,7 +396,7 @@ class CheckpointCallback(ResumingCallback):
         if private_api.only_searches(trainer):
             return None  # A Tuner must find the same values each time the program starts, so its search never resumes.
         if named:
-            # No ckpt_path was given, but the trainer chose a ModelCheckpoint's file because it is newer. Ignore it.
+            # No ckpt_path was given, but the trainer chose a newer file, saved by a ModelCheckpoint. Ignore that file.
             paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
             path = max(filter(None, paths), key=os.path.getmtime, default=None)
         chosen = path or self.ckpt_path
@@ -472,7 +472,7 @@ def _callbacks_of(trainer: Any) -> list[CheckpointCallback]:
 
 
 def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | None = None) -> Weights:
-    """Load all weights from a checkpoint into a module or, with ``misfits``, only those that fit."""
+    """Load all weights from a checkpoint into a module or, with ``misfits``, only the weights that fit."""
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
             f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "

@@ -28,7 +28,7 @@ _CHANGED = (
     "restores what fits and leaves the rest as initialized. To start another run with these weights, choose "
     "another directory, and pass this one as init_from="
 )
-# WeightAveraging adds these entries to a checkpoint, whose ``state_dict`` then contains the averaged weights.
+# WeightAveraging adds these entries to a checkpoint. The entry ``state_dict`` then contains the averaged weights.
 _WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
 _COUNTERS = ("last_epoch", "_step_count")  # counters that every scheduler has
 _NO_OPTIONS = ("params", "param_names")  # param group entries that are not options
@@ -37,7 +37,7 @@ _Names = list[list[str | None]]
 """The names of the parameters in each param group of an optimizer; None for parameters outside the module."""
 _State = dict[str, Any]
 _Options = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""The options of a param group in the program and in the checkpoint."""
+"""The options of a param group: first those in the program, then those in the checkpoint."""
 
 
 class _Optimizer(NamedTuple):
@@ -61,41 +61,41 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 
 
 class Fitting:
-    """Restores the module, optimizers, and schedulers of a ``fit``; with ``misfits``, only the state that fits."""
+    """Restores the module, optimizers, and schedulers of a ``fit``; with ``misfits``, skips state that does not fit."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
         self._trainer = trainer
         self._counting = counting  # source of a resumed run's hyperparameters: ``saved`` or ``program``
         self._saved: list[_Optimizer] = []  # optimizers in the checkpoint; empty for Lightning's own files
-        self._saved_schedulers: list[str] | None = None  # scheduler classes when the saved run began training
+        self._saved_schedulers: list[str] | None = None  # scheduler classes at the start of the saved run's training
         self._shapes: dict[str, torch.Size] = {}  # weight shapes in the checkpoint
         # For each partially restored optimizer: the number of saved param groups, and the saved index of each group.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
-        self._began: Mapping[str, Any] = {}  # initial values of hyperparameters that the saved run itself has changed
+        self._began: Mapping[str, Any] = {}  # initial values of hyperparameters that the saved run changed
         self._is_resumed = False
         self._loads_by_name = is_sharded(trainer.strategy)  # sharded strategies load optimizer state by name themselves
         if not self._loads_by_name:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
 
     def note_hyperparameters(self) -> None:
-        """Record the hyperparameters set by the program before those in the checkpoint replace them."""
+        """Record the program's hyperparameters before those in the checkpoint replace them."""
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self) -> None:
-        """Record the schedulers, which callbacks may change later, and set the hyperparameters of a resumed run."""
+        """Record the schedulers before callbacks change them, and set the hyperparameters of a resumed run."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
-        else:  # callbacks may have changed those that the program has set
+        else:  # callbacks may have changed the values that the program set
             self.note_hyperparameters()
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return step metadata with the initial values of all changed hyperparameters; None if none has changed."""
+        """Return step metadata with the initial values of changed hyperparameters; None if no value has changed."""
         changed = {} if self._hyperparameters is None else self._hyperparameters.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
@@ -111,7 +111,7 @@ class Fitting:
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Record the optimizer description (if any), callback states, and metadata of the loaded checkpoint."""
+        """Record the loaded checkpoint's description of the optimizers (if any), callback states, and metadata."""
         self._is_resumed = True
         self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
@@ -132,7 +132,7 @@ class Fitting:
             return
         self._without_average(checkpoint)
         if self._trainer.precision_plugin.precision == "64-true":
-            # Lightning loads before it converts the module to float64, so the weights would be rounded to float32.
+            # Convert the module now: Lightning converts it after loading, so weights would be rounded to float32.
             self._trainer.precision_plugin.convert_module(self._trainer.lightning_module)
         weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
         self._shapes = {
@@ -165,7 +165,7 @@ class Fitting:
             checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
 
     def _without_average(self, checkpoint: _State) -> None:
-        """Drop or refuse averaged weights, which a trainer without WeightAveraging would use as the trained weights."""
+        """If this trainer has no WeightAveraging, reject averaged weights or, with ``misfits``, drop them."""
         if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or callbacks_of(self._trainer, "WeightAveraging"):
             return
         if self.misfits is None:
@@ -180,7 +180,7 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """While a checkpoint is loaded, replace the optimizer and scheduler states in it with states that fit."""
+        """While a checkpoint is being loaded, replace its optimizer and scheduler states with states that fit."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return
@@ -207,7 +207,7 @@ class Fitting:
         origins, taken = _matched(present, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # This optimizer itself shards the complete state.
+                taken.append(states[origin])  # This optimizer takes the complete state and shards it.
             elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
                 taken.append(optimizers[index].state_dict())
@@ -217,7 +217,7 @@ class Fitting:
         return taken
 
     def _fitting(self, index: int, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
-        """Return the state for one optimizer: saved state where it fits, and fresh state for the rest."""
+        """Return the state for one optimizer, combining the saved state that fits with fresh state for the rest."""
         assert self.misfits is not None
         optimizer = self._trainer.strategy.optimizers[index]
         fresh: _State = optimizer.state_dict()
@@ -332,7 +332,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
 
 
 def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[int | None]:
-    """Return, for each optimizer, the index of the saved one with which it shares the most parameters, or None."""
+    """For each optimizer, return the index of the saved optimizer that shares the most parameters with it, or None."""
     origins: list[int | None] = []
     for index, optimizer in enumerate(live):
         free = {other: saved[other].positions().keys() for other in range(len(saved)) if other not in origins}
@@ -342,7 +342,7 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares the most names (``index`` if tied); None if no set shares any."""
+    """Return the index of the set that shares the most names (``index`` if tied); None if no names are shared."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -380,7 +380,7 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
 
 
 def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
-    """Return a description of the shape mismatch if torch would refuse to load a saved tensor; otherwise None."""
+    """Describe the shape mismatch if torch would refuse to load a saved tensor; otherwise, return None."""
     if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
@@ -389,8 +389,8 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object can load the state of the saved class, judging by the classes or the option names."""
-    # The program may have moved its classes to other modules, or renamed its schedulers.
+    """Return whether an object can load state saved from another class, judging by the class or option names."""
+    # Don't compare names exactly: the program may have moved its classes to other modules, or renamed its schedulers.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True
@@ -399,7 +399,7 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
 
 def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     omitted = (*_NO_OPTIONS, "initial_lr")  # initial_lr is added by schedulers
-    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's placeholder has no groups
+    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's mock optimizer has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
 
@@ -420,7 +420,7 @@ def _mismatch(headline: str, lines: list[str]) -> TreeMismatchError:
 
 @contextlib.contextmanager
 def _advice() -> Iterator[None]:
-    """Add advice to the errors that torch raises for a mismatched state."""
+    """Add advice to the errors that torch raises if the state does not match."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError) as error:

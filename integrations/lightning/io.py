@@ -1,7 +1,7 @@
 """Make a Lightning trainer and its strategy save and load holdfast checkpoints.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code, and a trainer from one package
-does not recognize callbacks from the other. Base classes here therefore inherit from those of every installed package.
+does not recognize callbacks from the other. Therefore, the base classes here inherit from every installed package.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ResumingCallback(OnExceptionCheckpoint):
     """Base class of callbacks that choose the checkpoint for ``fit`` when no ``ckpt_path`` is given."""
 
     def __init__(self) -> None:
-        # The base class is not initialized, because it only stores the path of a file to save on an exception.
-        # LightningCLI resolves a derived class's ``**unknown`` arguments to this signature.
+        # Don't initialize the base class: it would only store the path of a file to save on an exception. Keep this
+        # signature without parameters: LightningCLI uses it to resolve the ``**unknown`` arguments of subclasses.
         pass
 
 
@@ -120,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a holdfast checkpoint, using the template for entries that have one; return None for other files."""
+        """Load a holdfast checkpoint, applying the template to the entries in it; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint and rename its entries to the module's names, which differ if the module is compiled."""
+        """Load a checkpoint; rename its entries if the module's names differ, for example because it is compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -163,8 +163,8 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         super().teardown()
         self.store.at_teardown.close()
 
-    # ---- wrappers of trainer and strategy methods, with which all processes save, delete, and load a step together
-    # Otherwise, Lightning would call the plugin in at most one process. Files are written in the background.
+    # ---- wrappers of trainer and strategy methods, so that all processes save, delete, and load a step together
+    # Without them, Lightning would call the plugin in at most one process. Files are written in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
@@ -198,7 +198,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
 
 
 def install(trainer: Any, store: RunStore) -> None:
-    """Make a trainer and its strategy save, delete, and load steps through holdfast, unless they already do."""
+    """Make a trainer and its strategy use holdfast to save, delete, and load steps, unless they already do."""
     strategy = trainer.strategy
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
@@ -206,7 +206,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # never removed, because they live as long as the plugin
+    hooks = LoopHooks()  # never removed, like the plugin
     if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)
@@ -216,7 +216,7 @@ def install(trainer: Any, store: RunStore) -> None:
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` replace the path that a trainer resumes from; call this no later than a callback's ``setup``."""
+    """Let ``choose`` replace the path that a trainer resumes from. Call this in ``setup`` or earlier."""
     function, hooks = trainer.state.fn, LoopHooks()
 
     def resume_start(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -22,17 +22,17 @@ logger = logging.getLogger("holdfast")
 
 # ---- data loaders
 
-_FINISHED = "_iterator_finished"  # key in a torchdata loader's state; True if the next iterator starts an epoch
+_FINISHED = "_iterator_finished"  # key in a torchdata loader's state; its value is True if an epoch has ended
 _STREAM = {"examples_iterable", "epoch"}  # state keys of a Hugging Face iterable dataset
 
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
-    """Return copies of the states of the stateful loaders, in order."""
+    """Return a copy of the state of each stateful loader, in order."""
     return [_copied(get()) for _, get, _ in _stateful(loaders)]
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of the stateful loaders with more batches than ``limit``, the length of an epoch."""
+    """Return the class names of stateful loaders that have more than ``limit`` batches, the length of an epoch."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -56,8 +56,8 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
     """Restore loader states; iteration continues after the last batch or, if ``ended``, begins a new epoch."""
-    # Most loaders record in their state that an epoch has ended. Hugging Face streams do not, and torchdata loaders do
-    # so only if another batch was requested after the last one.
+    # Most loaders record the end of an epoch in their state. Hugging Face streams do not, and torchdata loaders do so
+    # only if another batch is requested after the last one.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise other_loaders(loaders, saved)
@@ -70,13 +70,13 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             load(as_start(loader, _copied({**state, _FINISHED: True})))
             loader.state_dict()  # applies the state immediately, before the generators are restored
         elif ended and isinstance(state, dict) and state.keys() == _STREAM:
-            loader.set_epoch(state["epoch"])  # not load(), because a stream restored at its end yields no batches
+            loader.set_epoch(state["epoch"])  # not load(), because a stream at its end would yield no batches
         else:
             load(as_start(loader, _copied(state)))
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the StateError for a checkpoint that was saved with a different number of stateful loaders."""
+    """Return the StateError to raise if a checkpoint was saved with a different number of stateful loaders."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
@@ -84,19 +84,19 @@ def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
-    """Return whether all loaders are stateful, in which case no batches need to be drawn again."""
+    """Return whether all loaders are stateful. If so, resuming does not need to draw batches again."""
     return len(_stateful(loaders)) == len(loaders)
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the epoch of the samplers, as Lightning does, but before their iterators are created."""
+    """Set the samplers' epoch earlier than Lightning does, before their iterators are created."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw and discard ``count`` batches already trained on; before each, call ``before`` with the batch count."""
+    """Draw and discard ``count`` batches; before each, call ``before`` with the number of batches drawn so far."""
     ahead = draws_ahead(fetcher)
     source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
@@ -111,19 +111,19 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Return whether a loader has persistent workers, and thus keeps its iterator and seeds the workers only once."""
+    """Return whether a loader has persistent workers. If so, it keeps its iterator and seeds the workers only once."""
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
 def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
-    """Start the persistent workers of the loaders at ``indices``, as an earlier epoch would have done."""
+    """Start the persistent workers of the loaders at ``indices``, as if an earlier epoch had started them."""
     for index, loader in enumerate(loaders):
         if index in indices and keeps_iterator(loader) and loader._iterator is None:
             iter(loader)
 
 
 def marks(fetcher: Any) -> list[tuple[Any, int]]:
-    """Return each loader's iterator and batch count, for :func:`has_restarted` to compare at the next batch."""
+    """Return each loader's iterator and batch count, for comparison by :func:`has_restarted`."""
     iterators = iterator_of(fetcher.combined_loader).iterators
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
@@ -140,7 +140,7 @@ def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Call
     """Return the stateful loaders, each with its methods to get and set the state."""
     stateful = []
     for loader in loaders:
-        # get_state and set_state are used only if a loader is replicated; otherwise, its batches are counted.
+        # Use get_state and set_state only if a loader is replicated. For other loaders, batches are counted instead.
         protocols = [("state_dict", "load_state_dict"), *[("get_state", "set_state")] * is_replicated(loader)]
         pairs = ([getattr(loader, name, None) for name in names] for names in protocols)
         if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
@@ -149,18 +149,18 @@ def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Call
 
 
 def _copied(state: Any) -> Any:
-    """Return a deep copy of a loader state, because the loader may modify the object that it returned or was given."""
+    """Return a deep copy of a loader state, because the loader itself may modify the state later."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # Copying may raise any exception; the save decides whether the state can be stored.
+    except Exception:  # Copying may raise any exception. Saving will report unsupported states.
         return state
 
 
 class DrawnAhead:
     """Tracks the batch that Lightning prefetches to detect the end of a dataset without a length."""
 
-    # For replicated loaders, the state before this batch is saved, because a different number of processes would
-    # divide the batch differently.
+    # If all loaders are replicated, the loader states before this batch are saved instead of the batch, because a
+    # different number of processes would divide the batch differently.
 
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
@@ -169,7 +169,7 @@ class DrawnAhead:
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
-        """Start tracking an epoch over the loaders; ``replicated`` lists state that is identical in all processes."""
+        """Start tracking an epoch; ``replicated`` names the loader states that are identical in all processes."""
         self._loaders = loaders
         self._is_for_all = all_stateful(loaders) and len(replicated_states(loaders, replicated)) == len(loaders)
 
@@ -179,7 +179,7 @@ class DrawnAhead:
             self._before = loader_states(self._loaders), have_ended(fetcher.combined_loader)
 
     def capture(self, fetcher: Any) -> dict[str, Any]:
-        """Return the position entries for the prefetched batch and for exhausted loaders."""
+        """Return the entries of the data position that describe the prefetched batch and exhausted loaders."""
         batches = list(getattr(fetcher, "batches", ()))
         if batches and self._is_for_all:
             return {"loaders": self._before[0], "ended": self._before[1]}
@@ -212,12 +212,12 @@ class DrawnAhead:
 
 
 def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the states of the global generators and of the loaders' and samplers' own generators."""
+    """Return the states of the global random generators and of the generators that loaders and samplers own."""
     return {**as_tree(capture()), "loaders": loader_generators(loaders)}
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
-    """Restore the states from :func:`capture_generators` for all generators that still exist."""
+    """Restore the states returned by :func:`capture_generators` for all generators that still exist."""
     restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
     saved = state.get("device")  # legacy: the first version saved only one device's generator
@@ -237,7 +237,7 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     """Return the distinct generators of loaders and samplers, keyed by names such as ``0.sampler.generator``."""
-    # Stateful loaders restore their own generators, except for torchdata's, which draw worker seeds from them.
+    # Stateful loaders restore their own generators. The exception is torchdata's loader, which draws worker seeds.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _stateful([loader]) or is_torchdata_loader(loader):
@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to current batch size, or 1 if unknown; raise StateError if it differs by loader."""
+    """Return the ratio of saved to current batch size, or 1 if unknown; raise StateError if it varies by loader."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

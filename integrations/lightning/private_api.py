@@ -5,8 +5,8 @@ the module's own hook, runs validation, and steps the schedulers; after ``on_tra
 epoch. A checkpoint saved in a hook would lack these results. Therefore, :class:`LoopHooks` wraps the loop methods
 that make all of these calls, but only for the objects of one trainer and for one run.
 
-A trainer selects its checkpoint before it calls any hook. Therefore, :func:`follow_choices` wraps the selection method
-of the connector class as soon as the first callback is created.
+A trainer selects its checkpoint before it calls any hook. Therefore, the first callback that is created uses
+:func:`follow_choices` to wrap the selection method of the connector class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- the private names, which `check_version` looks for
 
-NAMES = {  # keyed by the trainer attribute that must have the names
+NAMES = {  # keyed by trainer attribute
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
@@ -58,7 +58,7 @@ NAMES_OF_CLASSES = {  # keyed by the strategy or callback class
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # keyed by submodule of the package; includes attributes that a class sets in __init__
+NAMES_IN_MODULES = {  # keyed by submodule of the package; may include attributes set in __init__
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -74,11 +74,11 @@ NAMES_IN_MODULES = {  # keyed by submodule of the package; includes attributes t
 _GIVEN = "holdfast_given_path"  # checkpoint connector attribute that stores the ``ckpt_path`` given by the caller
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# Child processes that trainers have released are kept, because Python warns if it garbage-collects a running Popen.
+# Keep references to released child processes, because Python warns if a running Popen is garbage-collected.
 _released: list[subprocess.Popen[bytes]] = []
 
-# With an auto-resuming callback, a trainer behaves as with ``ckpt_path="last"``. Lightning then warns about a missing
-# model and, in a first run, about a missing "last" checkpoint, although the user has requested neither.
+# A trainer with an auto-resuming callback behaves as if called with ``ckpt_path="last"``. Lightning then warns about a
+# missing model and, in a first run, about a missing "last" checkpoint. Both warnings would confuse the user.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
@@ -86,7 +86,7 @@ _MISLEADING = (
 
 
 def missing_names(trainer: Any) -> list[str]:
-    """Return the names from the tables above that a trainer does not have, such as ``trainer.fit_loop.run``."""
+    """Return the names in the tables above, such as ``trainer.fit_loop.run``, that this version of Lightning lacks."""
     missing = []
     for path, names in NAMES.items():
         owner: Any = trainer
@@ -115,7 +115,7 @@ def _has_path(module: Any, name: str) -> bool:
 
 
 def check_version(trainer: Any) -> None:
-    """Raise StateError, listing the missing names, if a trainer lacks private names that the callback needs."""
+    """Raise StateError if the callback needs private names that this version of Lightning does not have."""
     if missing := missing_names(trainer):
         raise StateError(
             f"{_package(trainer)} differs internally from the versions that holdfast supports (2.5 and 2.6); it has "
@@ -146,7 +146,7 @@ def _following(original: Callable[..., Any], callback: type) -> Callable[..., An
         if not any(isinstance(present, callback) for present in self.trainer.callbacks):
             return original(self, state_fn, ckpt_path, **models)
         if ckpt_path is None and _is_in_slurm() and is_left_alone(self.trainer, self._hpc_resume_path):
-            # Lightning uses the same defaults when there is no requeue checkpoint.
+            # Use the defaults that Lightning uses if there is no requeue checkpoint.
             if state_fn != "fit" and model_provided:
                 return None
             ckpt_path = "last" if state_fn == "fit" else "best"
@@ -163,14 +163,14 @@ def was_given_no_path(trainer: Any) -> bool:
 
 
 def forget_choice(trainer: Any) -> None:
-    """Clear the recorded path when a run ends, because the next run may begin without setting it."""
+    """Clear the recorded path when a run ends, because the next run may not record one."""
     vars(trainer._checkpoint_connector).pop(_GIVEN, None)
 
 
 def is_left_alone(trainer: Any, path: Any) -> bool:
-    """Return whether the path is a SLURM requeue checkpoint that Lightning itself selected; log that it is ignored."""
+    """Return whether the path is a SLURM requeue checkpoint that Lightning selected; if so, log that it is ignored."""
     connector = trainer._checkpoint_connector
-    # The path is not recorded if the trainer chose it before the module created the process's first callback.
+    # No path has been recorded if the trainer chose one before the module created the first callback.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wraps methods of individual objects; the wrappers act until :meth:`remove`, while ``applies()`` is true."""
+    """Wraps methods of individual objects. Wrappers take effect only while ``applies()`` is true."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -204,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers; a wrapper that has itself been wrapped stays, but just calls the original method."""
+        """Remove all wrappers. If a wrapper has itself been wrapped, it stays, but only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -217,9 +217,9 @@ class LoopHooks:
 
 
 def clear_restart(loop: Any) -> None:
-    """Clear the restart state of a loop and its nested loops, so that they do not act on restored counters."""
-    # A restored loop infers from its counters in which hook it was saved, and compensates by incrementing steps and
-    # skipping validation and schedulers. After a save between batches, there is nothing to compensate for.
+    """Clear the restart state of a loop and its nested loops, to keep them from acting on restored counters."""
+    # A restored loop infers from its counters which hook it was saved in, and then increments steps and skips
+    # validation and schedulers. That would be wrong here, because the checkpoint was saved between batches.
     loop.on_iteration_done()
     for child in vars(loop).values():
         if hasattr(child, "on_iteration_done"):
@@ -227,7 +227,7 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any, *, within: bool = False) -> None:
-    """Set the loop counters to their end-of-epoch values; ``within`` is True if the run was saved in mid-epoch."""
+    """Set the loop counters to their end-of-epoch values; ``within`` is True if the run was saved mid-epoch."""
     for tracker in (progress.total, progress.current):
         count = tracker.ready if within else tracker.processed
         tracker.ready = tracker.started = tracker.processed = tracker.completed = count
@@ -236,9 +236,9 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called when loaders exist but their iterators do not
+LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after loaders (but not iterators) are created
 
-# The connector selects, saves, and restores a trainer's checkpoints; it holds the checkpoint that is being restored.
+# The connector selects, saves, and restores a trainer's checkpoints. It also holds the checkpoint being restored.
 checkpoint_connector = attrgetter("_checkpoint_connector")
 loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
 signal_connector = attrgetter("_signal_connector")
@@ -252,7 +252,7 @@ def class_names(instance: Any) -> set[str]:
 
 
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
-    """Return the trainer's callbacks whose class or base class has one of the names."""
+    """Return the trainer's callbacks whose class, or one of its base classes, has one of the given names."""
     return [callback for callback in trainer.callbacks if not class_names(callback).isdisjoint(names)]
 
 
@@ -280,12 +280,12 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return for each loader whether it has been exhausted; empty in modes that do not restart exhausted loaders."""
+    """Return whether each loader has been exhausted; the list is empty in modes that do not restart loaders."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore the flags from :func:`have_ended`; loaders exhausted by a later batch stay exhausted."""
+    """Restore the flags returned by :func:`have_ended`; loaders exhausted since then stay exhausted."""
     if hasattr(combined._iterator, "_consumed") and ended:
         combined._iterator._consumed = [saved or now for saved, now in zip(ended, have_ended(combined), strict=True)]
 
@@ -318,7 +318,7 @@ def has_done_all_batches(fit: Any) -> bool:
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run ends at this point; unlike ``fit.done``, this does not log a message."""
+    """Return whether the run ends at this point, without logging a message as ``fit.done`` does."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop restart with the validation after its last batch, and drop the counts of an unfinished one."""
+    """Make the loop restart with the validation after its last batch; discard the progress of that validation."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
@@ -358,7 +358,7 @@ def averages_models(strategy: Any) -> bool:
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether each process has its own buffers, which is the case if DDP does not broadcast process 0's."""
+    """Return whether buffers may differ between processes, that is, whether DDP does not broadcast them."""
     options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 
@@ -372,7 +372,7 @@ def release_children(trainer: Any) -> None:
 
 
 def package_of(module_class: type) -> str | None:
-    """Return the Lightning package whose ``LightningModule`` or ``LightningDataModule`` is a base of the class."""
+    """Return the Lightning package that defines the class's ``LightningModule`` or ``LightningDataModule`` base."""
     names = {f"{base.__module__}.{base.__name__}" for base in module_class.__mro__}
     bases = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
     return next((package for package in _PACKAGES if any(f"{package}.{base}" in names for base in bases)), None)
@@ -408,7 +408,7 @@ def logged_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`logged_averages`; ``metrics`` maps names to the module's torchmetrics."""
+    """Restore the averages returned by :func:`logged_averages`; ``metrics`` maps names to the module's metrics."""
     results = trainer.fit_loop.epoch_loop._results
     for key, entry in saved.items():
         attribute = entry["metric_attribute"]
@@ -459,8 +459,8 @@ def _entry(metric: Any) -> dict[str, Any]:
 
 # ---- Lightning's searches for a learning rate and a batch size
 #
-# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``. In a resumed run, the file that the search
-# restores after its trials would replace the checkpoint that is already being loaded.
+# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``, and restore a temporary checkpoint after
+# their trials. In a resumed run, that checkpoint would replace the one that is already being loaded.
 
 
 FINDERS = ("LearningRateFinder", "BatchSizeFinder")

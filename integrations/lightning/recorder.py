@@ -1,4 +1,4 @@
-"""Follow a fresh or resumed ``fit`` to its end, and save at points where its state is consistent."""
+"""Follow a new or resumed ``fit`` until it ends, and save at points where its state is consistent."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Stage(Enum):
     """The progress of a ``fit``."""
 
     SET_UP = 0
-    LOADED = 1  # from a checkpoint
+    LOADED = 1  # state has been loaded from a checkpoint
     TRAINING = 2
 
 
 class FitRecorder:
-    """Follows one ``fit`` from ``setup`` to its end, and decides after each batch and each epoch whether to save."""
+    """Follows one ``fit`` from ``setup`` until it ends, and decides after each batch and each epoch whether to save."""
 
-    # The state is consistent when a batch and the work that follows it (the module's own hook, validation, and the
-    # schedulers) are complete, unless gradients are still being accumulated. This is the case when the next batch
-    # begins or, after the last batch, when the epoch ends. After a signal, a step is also saved before validation,
-    # and the resumed run then begins with validation.
+    # The state is consistent when the next batch begins or, after the last batch, when the epoch ends: the batch and
+    # the work that follows it (the module's own hook, validation, and the schedulers) are then complete. The exception
+    # is a batch after which gradients are still being accumulated. After a signal, a step is also saved before
+    # validation, and the resumed run then begins with validation.
 
     def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
         self.fit = fit
@@ -57,7 +57,7 @@ class FitRecorder:
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
         self._considered = fit.step  # the last step considered for a save
-        self._in_batch = False  # True from the start of a batch until its work is complete
+        self._in_batch = False  # whether a batch has run and the work that follows it is not complete
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
@@ -88,7 +88,7 @@ class FitRecorder:
         self.witness.begin()
 
     def finish(self) -> None:
-        """If nothing was left to do, say so and restore the trainer's metrics from the last step."""
+        """If the run was already complete, announce it and restore the trainer's metrics from the last step."""
         self._replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return
@@ -124,7 +124,7 @@ class FitRecorder:
 
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, even if the run has completed more than ``max_epochs`` epochs."""
-        # This is the case if a program calls fit twice and is restarted during the second call.
+        # A run can exceed this limit if a program calls fit twice and is restarted during the second call.
         if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
@@ -164,7 +164,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Decide whether to save, once all the work that belongs to a batch is complete."""
+        """Decide whether to save. Called when a batch and all the work that follows it are complete."""
         if not self._in_batch:
             return
         self._in_batch = False
@@ -191,7 +191,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the work at the end of the epoch was left. Save now, so that it is not repeated by the next resume.
+            # Only the work at the end of the epoch was left. Save, to keep the next resumed run from repeating it.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -218,14 +218,14 @@ class FitRecorder:
     def during_validation(self) -> None:
         """Abort validation after a preemption signal, because nothing can be saved until validation ends."""
         # Callbacks may have replaced the weights with an average, and modules may change state during validation.
-        # If gradients are being accumulated, validation continues, and the state after the next update is saved.
+        # If gradients are being accumulated, let validation continue, and save after the next update.
         if not self._stop.points.in_validation():
             return
         step, newest = self.fit.step, self.writer.newest
         if not newest.holds(step):
             if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if self.writer.held is None:  # a held copy is saved in the same way as after an exception
+            if self.writer.held is None:  # if there is a held copy, on_exception saves it
                 logger.warning(
                     "preempted during validation after step %d, which is not saved: the run resumes from step %s",
                     step,
@@ -241,7 +241,7 @@ class FitRecorder:
             self.writer.consider(step, point, ended=ended)
 
     def _save_at_signal(self, step: int, point: Point) -> None:
-        """Save a step and end the run, either at once or after a few more batches that are recorded for comparison."""
+        """Save a step and end the run, either at once or after recording a few more batches for comparison."""
         try:
             self.writer.save(step, point, PREEMPTED)
         except SaveFailedError:
@@ -262,7 +262,7 @@ class FitRecorder:
     # ---- the loggers of the trainer
 
     def announce(self) -> None:
-        """Pass new events and committed checkpoints to the loggers; called on the trainer's thread."""
+        """Pass new events and committed checkpoints to the loggers. Called on the trainer's thread."""
         events = self.fit.store.take_events()
         if not self.fit.trainer.is_global_zero:
             return

@@ -49,10 +49,10 @@ from .strategies import live_names, own_buffers, replicas
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
-"""When a step is saved: after a batch and the validation that follows it, before that validation, or after an epoch."""
+"""When a step is saved: after a batch and its validation, between a batch and its validation, or after an epoch."""
 
-# These Lightning callbacks set up the trainer at the start of an epoch and can safely do so again in mid-epoch. Other
-# callbacks are not called again, because they were called at the start of the epoch.
+# These Lightning callbacks set up the trainer at the start of an epoch, and it is safe to call them again mid-epoch.
+# Other callbacks must not be called twice in an epoch.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
 # This Lightning warning is silenced because holdfast restores the data position.
@@ -60,7 +60,7 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class EpochReplay:
-    """Tracks the epochs of one ``fit``, and restores a saved position; see the table in the module docstring."""
+    """Tracks the epochs of one ``fit``, and restores a saved position as described in the module docstring."""
 
     def __init__(self, fit: Fit, hooks: LoopHooks, restored: Callable[[], None]) -> None:
         self._fit = fit
@@ -68,11 +68,11 @@ class EpochReplay:
         self._loop = fit.trainer.fit_loop
         self._restored = restored  # called when everything has been restored
         self._options = fit.options
-        self._saved: SavedPosition | None = None  # position to return to; None while following the run
+        self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._made: dict[str, Any] = {}  # generator states before loader creation, if the run recreates its loaders
+        self._made: dict[str, Any] = {}  # generator states before loader creation, if loaders are recreated
         self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
-        self._ended: list[Any] | None = None  # loader states restored at the end of an epoch
+        self._ended: list[Any] | None = None  # loader states restored from a save at the end of an epoch
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the current epoch
         hooks.place(self._loop, private_api.LOADERS_MADE, self._loaders_made)
@@ -81,7 +81,7 @@ class EpochReplay:
         hooks.place(self._loop.epoch_loop, "advance", self._batch)
 
     def begin(self) -> None:
-        """Record the module's flags when training begins; warn about loaders that an epoch does not exhaust."""
+        """Record the module's flags at the start of training, and warn about loaders that an epoch does not exhaust."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
         if (names := loaders.cut_short(self._loaders(), self._loop.max_batches)) and self._trainer.is_global_zero:
             logger.warning(
@@ -93,7 +93,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` means that the process ends before the work after the batch."""
+        """Return the position as a tree; ``is_cut_off`` is True if the process ends before the work after the batch."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -129,7 +129,7 @@ class EpochReplay:
         return position
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Set the position for the loops to return to; return True if the work after its batch is yet to be done."""
+        """Set the position to return to; return True if the work that follows its batch remains to be done."""
         self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
         self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
@@ -137,7 +137,7 @@ class EpochReplay:
     # ---- the events
 
     def state_restored(self) -> None:
-        """Prepare the loops after their counters are restored and before the program creates its data loaders."""
+        """Prepare the loops. Called after their counters are restored and before data loaders are created."""
         saved, makes = self._saved, not private_api.has_loaders(self._loop)
         if saved is None:
             self._made = self._before_loaders() if makes else {}
@@ -207,14 +207,14 @@ class EpochReplay:
         if len(parts) == 1 or loaders.all_stateful(parts):
             self._fit.count(original, fetcher)
             return
-        # Among several loaders, the shorter ones restart in the middle of an epoch and are seeded again.
+        # With several loaders, the shorter ones restart mid-epoch and are reseeded.
         before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
         if loaders.has_restarted(marks, loaders.marks(fetcher)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
-        """If nothing was left to do, restore the final state for use by the rest of the program."""
+        """If the run was already complete, restore its final state for the rest of the program."""
         if (saved := self._saved) is None:
             return
         self._saved = None
@@ -222,7 +222,7 @@ class EpochReplay:
         saved.until_batches.close()
         self._go_to_end(saved)
         for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
-            # on_train_end replaces the weights with their average.
+            # This hook replaces the weights with their average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     # ---- returning to a saved position
@@ -247,16 +247,16 @@ class EpochReplay:
         self._restore_module(saved)
         private_api.clear_restart(self._loop)
         if self._loop.max_epochs in (None, -1) or self._loop.epoch_progress.current.processed < self._loop.max_epochs:
-            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The saved run ended in mid-epoch.
+            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The saved run ended mid-epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
         """Rewind the loaders to the start of the epoch, before Lightning creates their iterators."""
         parts, now = self._loaders(), self._loop.epoch_progress.current.processed
-        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful at the save.
+        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful when saved.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
         loaders.set_sampler_epoch(parts, now)
-        is_first = saved.tree["reloaded_at_epoch"] == now  # whether this is the first epoch of these loaders
+        is_first = saved.tree["reloaded_at_epoch"] == now  # whether the loaders were created in this epoch
         loaders.load_loader_states(parts, start["loaders"], ended=not is_first)
         loaders.start_workers(parts, set(range(len(parts))).difference(start.get("new_workers", ())))
         self._restore_random(saved, start["at_iterator"])
@@ -293,7 +293,7 @@ class EpochReplay:
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
             callback.on_train_epoch_start(self._trainer, module)
-        # In its last epoch, StochasticWeightAveraging has just reset the batch normalization statistics.
+        # Undo a side effect: in its last epoch, StochasticWeightAveraging resets the batch normalization statistics.
         module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: SavedPosition, fetcher: Any) -> None:
@@ -316,12 +316,12 @@ class EpochReplay:
         self._restored()
 
     def _stop_if_asked(self, saved: SavedPosition) -> None:
-        """Stop if the saved run was asked to stop, unless the program itself chose the step to resume from."""
+        """Stop if the saved run had been asked to stop, unless the program itself chose the step to resume from."""
         if saved.tree.get("automatic", False) and saved.tree["should_stop"]:
             self._trainer.should_stop = True
 
     def _warn(self, saved: SavedPosition) -> None:
-        """Warn about workers that cannot be restored, and about state that only earlier versions could restore."""
+        """Warn about workers that cannot be restored, and about saved state that only earlier versions restored."""
         if not self._trainer.is_global_zero:
             return
         tree, parts = saved.tree, self._loaders()
@@ -381,7 +381,7 @@ class EpochReplay:
             self._restore_validation_loaders(saved, validation)
 
     def _validation_loaders(self) -> dict[str, Any]:
-        """Return the state on which later validation depends: generators, and which loaders have persistent workers."""
+        """Return the state that affects later validation: generators, and which loaders have running workers."""
         loop = self._loop.epoch_loop.val_loop
         parts = private_api.loaders_of(loop)
         kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]

@@ -25,14 +25,14 @@ class SavedPosition:
     """The saved data position that this process resumes from."""
 
     tree: dict[str, Any]
-    is_new: bool = False  # True if there are now more processes, and this one has no saved position
-    keeps_random: bool = False  # whether to keep the global generators as seeded by the program
+    is_new: bool = False  # whether this process has no saved position, because there are now more processes
+    keeps_random: bool = False  # whether global generators keep the program's seeds
     until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed once the loaders exist
     until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed before the first batch
 
     @property
     def is_cut_off(self) -> bool:
-        """True if the process ended before doing the work that follows the last batch, such as validation."""
+        """True if the saved run ended before the work that follows its last batch, such as validation."""
         return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
 
 
@@ -69,7 +69,7 @@ def share_of(
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
-    """Return whether all data loaders are declared replicated; raise StateError if their saved states differ."""
+    """Return whether all data loaders are replicated; raise StateError if a replicated loader's saved states differ."""
     replicated = saved.get("replicated", [])
     if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
         raise StateError(
@@ -91,7 +91,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Raise StateError if global generators are declared replicated, but their saved states differ."""
+    """Raise StateError if global generators are declared replicated, but processes saved different states."""
     of_loaders = {"loaders", "attributes"}
     states = [{name: state for name, state in share["random"].items() if name not in of_loaders} for share in shares]
     for state in states:
@@ -104,7 +104,7 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError if a replicated loader is not at its saved position after the batches are drawn again."""
+    """Raise StateError if drawing the batches again did not bring a replicated loader to its saved position."""
     declared = saved.get("replicated", ())
     for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
         if index not in declared or same_state(state, before):
@@ -123,7 +123,7 @@ def reshard_states(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
     """Replace the saved data loader states with those that ``reshard`` returns for this process."""
-    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # states at the save, and at the start of the epoch
+    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # states when saved, and at the start of the epoch
     replicated = saved.get("replicated", ())
     divided = [
         (prefix, index)
@@ -157,7 +157,7 @@ def reshard_states(
 
 
 def describe_left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe what happens to per-process state: which processes start fresh, or which saved states are dropped."""
+    """Describe the effect on per-process state: which processes start fresh, or which saved states are dropped."""
     state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on start with fresh {state}"

@@ -25,23 +25,23 @@ from .trees import POSITION
 logger = logging.getLogger("holdfast")
 
 PREEMPTED = "preempted"
-"""The reason that is recorded for a save after a signal."""
+"""The reason recorded for saves that a signal triggers."""
 
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint of a run, or the step at which the run began if nothing has been saved."""
+    """The newest checkpoint of a run or, if nothing has been saved, the step that the run started from."""
 
     step: int
     metrics: Mapping[str, float] | None = None  # None if the checkpoint is not in the directory
-    is_cut_off: bool = False  # True if it was saved before the work that follows its batch, such as validation
+    is_cut_off: bool = False  # whether it was saved before the work after its batch, such as validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether a step was saved after all of its work was complete, including validation."""
+        """Return whether ``step`` was saved after all of its work, including validation, was complete."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resumed run would continue after this step, or with the work that follows its batch."""
+        """Return whether a resumed run would continue after ``step``, or with the work that follows its batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
@@ -64,7 +64,7 @@ class StepWriter:
         self._witness = witness
         self._ledger = MetricsLedger()
         self._has_news = False  # whether validation or an epoch has ended since a save was last considered
-        self._outdated: set[int] = set()  # steps of an earlier run that this run replaces
+        self._outdated: set[int] = set()  # steps of an earlier run that this run will overwrite
         self._copies = Copies() if fit.options.save_on_exception else None
         self.held: Held | None = None  # the checkpoint to save after an exception
         self._has_warned = False  # whether the warning about ModelPruning has been logged
@@ -72,7 +72,7 @@ class StepWriter:
 
     def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
         """Continue from a checkpoint; ``earlier`` contains the metrics that were logged before it was saved."""
-        self._ledger.observe(-1, earlier)  # -1, because they do not belong to this step
+        self._ledger.observe(-1, earlier)  # -1, because these metrics belong to earlier steps
         self._outdated = set(note_resume(self._fit.store.manager, step))
         self.newest = Newest(step, self.stored_metrics(step), is_cut_off)
 
@@ -84,7 +84,7 @@ class StepWriter:
         return {name: value for name, value in (manager.metrics(step) or {}).items() if isinstance(value, int | float)}
 
     def note_metrics(self, step: int) -> None:
-        """Record new metrics; if their step has already been saved, add them to its checkpoint."""
+        """Record new metrics of a step and, if the step has already been saved, add them to its checkpoint."""
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
         self._has_news = True
         if self.newest.metrics is None or step != self.newest.step:
@@ -97,7 +97,7 @@ class StepWriter:
         self.newest = replace(self.newest, metrics={**saved, **stored})
 
     def consider(self, step: int, point: Point, *, ended: bool) -> None:
-        """Save a step if a save is due; ``ended`` is True if it is the last step."""
+        """Save a step if a save is due; pass ``ended=True`` for the last step."""
         reason = self._why_due(step, point, ended=ended)
         if reason is not None:
             self.save(step, point, reason)
@@ -156,7 +156,7 @@ class StepWriter:
         self.held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
 
     def save_after(self, exception: BaseException) -> None:
-        """Save the state held after the last complete batch, because the current state may be half updated."""
+        """Save the copy held since the last complete batch, because the current state may be partially updated."""
         held, self.held = self.held, None
         if held is None or self.newest.is_complete(held.step) or self._witness.run.error is not None:
             return
@@ -175,7 +175,7 @@ class StepWriter:
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
-        """Warn once that ModelPruning saves permanently pruned weights, which differ from those in training."""
+        """Warn once that ModelPruning makes pruning permanent in checkpoints, unlike in the module being trained."""
         if self._has_warned or not private_api.callbacks_of(self._fit.trainer, "ModelPruning"):
             return
         names = self._fit.trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
@@ -192,11 +192,11 @@ class StepWriter:
 
 
 class MetricsLedger:
-    """Tracks the step at which each metric value appeared in ``trainer.callback_metrics``."""
+    """Records at which step each value appeared in ``trainer.callback_metrics``."""
 
-    # ``trainer.callback_metrics`` holds the last value of every metric ever logged: 50 steps after validation,
-    # ``val_loss`` is still there. If a later checkpoint were ranked by this stale value, it would look as good as the
-    # checkpoint that was validated.
+    # ``trainer.callback_metrics`` keeps the last value of every metric ever logged: 50 steps after validation, it still
+    # contains ``val_loss``. A later checkpoint that was ranked by this stale value would look as good as the checkpoint
+    # that was validated.
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, int]] = {}
@@ -217,9 +217,9 @@ class MetricsLedger:
 
 
 def _same_value(seen: Any, value: Any) -> bool:
-    """Return whether two objects are the same logged value, judging by memory address rather than equality."""
+    """Return whether two objects are the same logged value, based on memory addresses rather than equality."""
     if isinstance(seen, torch.Tensor) and isinstance(value, torch.Tensor):
-        # Lightning returns a new view on each access. The ledger keeps the old view, so that its memory is not reused.
+        # Lightning returns a new view on each access. Keeping the old view prevents its memory from being reused.
         return seen.data_ptr() == value.data_ptr()
     return seen is value
 
@@ -232,7 +232,7 @@ def _same(saved: Mapping[str, float], name: str, value: float) -> bool:
 
 
 class Copies:
-    """Copies checkpoint dictionaries into reused host buffers, because allocating new memory is slower."""
+    """Copies checkpoint dictionaries into reusable host buffers, which is faster than allocating new memory."""
 
     def __init__(self) -> None:
         self._memory: dict[Path, torch.Tensor] = {}
@@ -249,7 +249,7 @@ class Copies:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)
-        like = torch.empty_like(tensor, device="meta")  # dense, with the tensor's axis order
+        like = torch.empty_like(tensor, device="meta")  # dense, in the tensor's memory order
         facts = like.shape, like.dtype, like.stride()
         if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
             memory = self._memory[path] = torch.empty_like(tensor, device="cpu")

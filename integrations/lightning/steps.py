@@ -22,14 +22,14 @@ _NOTHING: Any = object()
 class Fit:
     """One ``fit``: its trainer, checkpoint directory, callback options, and step count."""
 
-    # ``global_step`` counts only steps of Lightning optimizers, so batches that train without one are counted here.
+    # ``global_step`` counts only the steps of Lightning optimizers. Batches trained without one are counted here.
 
     trainer: Any
     store: RunStore
     options: CallbackArguments
     preemption: PreemptionSignal
     batches: int = 0  # number of batches counted as steps
-    holds_gradients: bool = False  # whether manual optimization has accumulated gradients but not applied them
+    holds_gradients: bool = False  # whether manual optimization has gradients that it has not applied
 
     @property
     def step(self) -> int:
@@ -41,7 +41,7 @@ class Fit:
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
-        """Train on one batch, and count the step if ``global_step`` does not count it."""
+        """Train on one batch, and count it as a step if ``global_step`` does not."""
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             train(fetcher)
@@ -61,7 +61,7 @@ class Fit:
             self.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
-        """Return the trained parameters with their torch version counters, and whether they belong to optimizers."""
+        """Return the trained parameters, with torch's version counters, and whether they belong to optimizers."""
         trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
@@ -72,7 +72,7 @@ class Fit:
 
 
 class FitWitness:
-    """Passes the results of each step of a ``fit`` to the witness."""
+    """Passes the result of each step of a ``fit`` to the witness, which compares resumed steps with recorded ones."""
 
     def __init__(self, fit: Fit, misfits: Misfits | None) -> None:
         options = fit.options
@@ -86,7 +86,7 @@ class FitWitness:
         self.run.begin(self._seen())
 
     def resume(self) -> None:
-        """Compare the restored state with the record that the witness made at the save."""
+        """Compare the restored state with the witness's record of the saved state."""
         path, why = self._fit.trainer.ckpt_path, why_not_comparable(self._fit.options, self._misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._fit.store.directory)):
             why = f"the run resumed from {path}"

@@ -28,21 +28,21 @@ from .store import RunStore
 
 
 class Preempted(SystemExit):
-    """Ends the process after a signal, with the signal's exit status or, if the job is requeued, with status 75."""
+    """Raised to end the process after a signal, with the signal's exit status or, if the job is requeued, status 75."""
 
     def __init__(self, code: int = 128 + signal.SIGTERM) -> None:
         super().__init__(code)
 
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
-    """End the process after a signal; call this when nothing is left to save."""
+    """End the process after a signal. Call this only when nothing is left to save."""
     private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends a ``fit`` after a signal: at the next consistent point, or after more steps that are only recorded."""
+    """Ends a ``fit`` after a signal: at the next consistent point, or after recording a few more steps."""
 
     fit: Fit
     points: Stop
@@ -52,11 +52,11 @@ class FitStop:
         """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # except the last batch, which validation may follow
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # not the last batch, because validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
-        """Wait for all saves and processes, and then end the run after this step."""
+        """Wait until all saves are durable and all processes arrive, and then end the run after this step."""
         try:
             self.steps.finish_saves()
         finally:
@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """Handles signals during one trainer call, which Lightning's handlers could end while gradients are accumulated."""
+    """Handles signals during one trainer call. Lightning's handlers could end the call while gradients accumulate."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)
@@ -79,7 +79,7 @@ class Signals:
         self._hooks.place(self._connector, "register_signal_handlers", self._register)
 
     def _register(self, original: Callable[[], None]) -> None:
-        """Replace Lightning's SIGTERM handler with one that only sets a flag, until the run ends."""
+        """Until the run ends, replace Lightning's SIGTERM handler with one that only sets a flag."""
         original()
         connector, preemption = self._connector, self._preemption
         is_lightnings = private_api.is_lightnings_handler(signal.getsignal(signal.SIGTERM))
@@ -110,18 +110,18 @@ class Signals:
 #
 # After this signal, Lightning would save ``hpc_ckpt_N.ckpt`` in its handler, possibly in the middle of a batch, and ask
 # SLURM to requeue the job. Later calls to ``fit``, ``validate``, ``test`` and ``predict`` would load the file with the
-# highest number before any callback hook runs.
+# highest number before any hook of a callback could prevent it.
 
 
 logger = logging.getLogger("holdfast")
 
-_PATIENCE = 120.0  # seconds that the other processes wait for ``scontrol``
+_PATIENCE = 120.0  # seconds; maximum time that other processes wait for ``scontrol``
 
-_OURS = "holdfast_requeues"  # attribute that marks an environment whose job this integration requeues
+_OURS = "holdfast_requeues"  # attribute set on an environment if holdfast requeues its job
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
-    """Take over the requeue signal from Lightning and return it; return None if the job should not be requeued."""
+    """Stop Lightning from handling the requeue signal, and return it; None if the job should not be requeued."""
     environment = private_api.cluster_environment(trainer)
     if "SLURMEnvironment" not in private_api.class_names(environment):
         return None
@@ -134,7 +134,7 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
 
 
 def requeue(processes: ProcessGroup) -> None:
-    """Make SLURM end the job at once and requeue it; a collective call in which all processes wait for process 0."""
+    """Make SLURM end the job at once and requeue it. In this collective call, all processes wait for process 0."""
     group = processes.rendezvous("requeue")
     if group is None:
         _requeue()

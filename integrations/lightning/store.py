@@ -97,20 +97,20 @@ class CallbackArguments(ProgramOptions):
 PROCESS = "process"
 """The item that stores the data position of each process in a run with several processes."""
 
-_OF_EVERY = {"every": True}  # restores the positions of all processes if the number of processes has changed
+_OF_EVERY = {"every": True}  # restores all processes' positions if the number of processes has changed
 
 Template = Mapping[str, Any] | None
-"""Templates, keyed by entry of the Lightning checkpoint dictionary."""
+"""Maps entries of the Lightning checkpoint dictionary to their templates."""
 
 FINISHED: dict[Location, weakref.ref[Any]] = {}
-"""The module of each run that this process has finished, keyed by directory, to detect cross-validation folds
-that share a directory by mistake."""
+"""Maps the directory of each run that this process has finished to the run's module. This is used to detect
+cross-validation folds that share a directory by mistake."""
 
 logger = logging.getLogger("holdfast")
 
 
 class RunStore:
-    """A run's checkpoint directory, open for writing during a ``fit`` and readable at any time."""
+    """A run's checkpoint directory, which is writable during a ``fit`` and readable at any time."""
 
     def __init__(self, directory: Place, options: ProgramOptions) -> None:
         self.observer = process_observer()
@@ -135,7 +135,7 @@ class RunStore:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the current or last ``fit`` in this process; if there is none, a read-only manager."""
+        """The manager of the current or last ``fit`` in this process; before the first, a read-only manager."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -166,7 +166,7 @@ class RunStore:
         FINISHED[self.directory] = weakref.ref(module)
 
     def check_module(self, module: Any) -> None:
-        """Raise StateError if this process has finished this run with another module, which is probably a mistake."""
+        """Raise StateError if this process has already finished this run with another module, probably by mistake."""
         finished = FINISHED.get(self.directory)
         if finished is not None and finished() is not module:
             raise StateError(
@@ -176,18 +176,18 @@ class RunStore:
             )
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call; the list is empty in all processes except process 0."""
+        """Return the events since the last call. Only process 0 has any."""
         events = self._events[:]
         del self._events[: len(events)]  # not clear(), because a background save may have added more
         return events
 
     @property
     def may_fetch(self) -> bool:
-        """True if there is a mirror that :meth:`fetch` has not checked for a newer step."""
+        """True if there is a mirror and :meth:`fetch` has not been called."""
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
-        """Fetch the newest step from the mirror, unless the directory has a newer one; a collective call."""
+        """Fetch the newest step from the mirror if it is newer than those in the directory; a collective call."""
         if self.may_fetch:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
@@ -200,7 +200,7 @@ class RunStore:
         return "" if step is None else str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
-        """Return the step at a path; None if the path is not in this directory."""
+        """Return the number of the step at a path; None if the path is not in this directory."""
         try:
             location = as_location(path)
         except InvalidLocationError:
@@ -209,7 +209,7 @@ class RunStore:
         return named[1] if named is not None and named[0] == self._series else None
 
     def score(self, step: int | None) -> float | None:
-        """Return the value of the ranking metric for a step; None if the step does not have it."""
+        """Return the value of the ranking metric for a step; None if the step has no such value."""
         metric = self._options.best_fn
         if metric is None or step is None:
             return None
@@ -221,12 +221,12 @@ class RunStore:
     def awaited_metric(
         self, newest: int, saved: Mapping[str, float] | None, metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the ranking metric's name if the newest step was saved without it and ``metrics`` now has it."""
+        """Return the ranking metric's name if the newest step was saved without it and it is now in ``metrics``."""
         metric = self._options.best_fn
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has already considered this step.
             return None
 
-        # Checkpoints saved at an interval rarely coincide with validation, so they would otherwise never be ranked.
+        # Checkpoints saved at an interval rarely coincide with validation. Without this check, none might be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
@@ -235,7 +235,7 @@ class RunStore:
         return name
 
     def publish(self, options: CallbackArguments) -> None:
-        """Update the symlinks and exported best weights; only log failures, because nothing depends on these files."""
+        """Update the symlinks and exported best weights. Failures are only logged, because no run needs these files."""
         manager, links = self.manager, options.links and self.directory.is_local
         steps = manager.all_steps() if links or options.export_best is not None else []
         best = manager.best_step() if steps and options.best_fn is not None else None
@@ -268,7 +268,7 @@ class RunStore:
             items = self._tree(dump())
         else:
             shared, processes = SharedState(strategy), self.processes
-            with processes.together(f"{self.directory.url}: what step {step} saves"):  # if one fails, all raise
+            with processes.together(f"{self.directory.url}: what step {step} saves"):  # if one process fails, all raise
                 items = self._items(dump(), shared, processes)
             shared.fill()
         with self._writing() as manager:
@@ -287,7 +287,7 @@ class RunStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[CheckpointManager]:
-        """Yield the run's manager or, outside a ``fit``, a temporary one for this call."""
+        """Yield the run's manager or, outside a ``fit``, a temporary manager."""
         without_local = replace(self._options, local=None)
         with contextlib.nullcontext(self.manager) if self.is_open else self._make(without_local) as manager:
             if self._manager is not None:
@@ -295,7 +295,7 @@ class RunStore:
             yield manager
 
     def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-        """Load a step, or the newest intact one, as a Lightning checkpoint, optionally with data positions."""
+        """Load a step, or the newest intact step, as a Lightning checkpoint, with or without the data position."""
         manager = self.manager
         wanted: Any = template
         if self._has_positions:
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Create a manager, with a second item if this run or a saved step has per-process data positions."""
+        """Create a manager. It has a second item if data positions are, or have been, saved per process."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries
@@ -343,7 +343,7 @@ class RunStore:
 
 
 def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-    """Read a checkpoint, or the newest intact one in a directory, into a Lightning checkpoint dictionary."""
+    """Read a checkpoint, or the newest intact checkpoint in a directory, as a Lightning checkpoint dictionary."""
     location = as_location(path)
     if not (location / RECORD).exists():
         newest = newest_step(list_steps(location))
@@ -369,14 +369,14 @@ def is_checkpoint(path: Place) -> bool:
     except InvalidLocationError:
         return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # Lightning's own files are not opened, because they may be on a network file system.
+        return False  # Don't open Lightning's own files: they may be on a slow network file system.
     return (location / RECORD).exists() or bool(list_steps(location))
 
 
 def _checkpoint(restored: Any, source: Place) -> dict[str, Any]:
     """Merge restored items into a Lightning checkpoint dictionary with this process's data position."""
-    # If the number of processes has changed, ``shares`` contains the positions of all processes that saved the step. A
-    # process without a saved position uses process 0's.
+    # If the number of processes has changed, ``shares`` contains the positions of all processes that saved the step. If
+    # this process has no saved position, use that of process 0.
     tree, position = restored, None
     if isinstance(restored, dict) and "state_dict" not in restored and ITEM in restored:
         tree, position = restored[ITEM], restored.get(PROCESS)
@@ -427,7 +427,7 @@ def export_weights(step: Location, target: Location) -> None:
     target.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {  # exported entries, without ``value_types``, so that values of other types remain plain data
+_OF_THE_MODEL = {  # exported entries; without ``value_types``, all values remain plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),

@@ -1,9 +1,9 @@
 """Save and load one checkpoint from several processes under the Lightning strategies that the callback supports.
 
 Under DDP, parameters and optimizer states are identical in all processes; under FSDP2 and tensor parallelism, each
-process holds its shards as DTensors. In both cases, each process saves them from its own memory. All other state, such
-as buffers, callbacks, and hyper-parameters, may differ between processes. It is saved only from process 0, as in
-Lightning's own checkpoints.
+process holds its shards as DTensors. In both cases, each process saves parameters and optimizer states from its own
+memory. All other state, such as buffers, callbacks, and hyper-parameters, may differ between processes. Only process 0
+saves it, as in Lightning's own checkpoints.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _OWN_PROCESSES = {"XLAStrategy"}  # strategies that derive from DDPStrategy, but
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # bytes; process 0 broadcasts tensors of at least this size instead of sending them through the store
+_LARGE = 1 << 20  # bytes; tensors of at least this size are broadcast by process 0 instead of sent through the store
 
 Path = tuple[Any, ...]
 
 
 def check_strategy(trainer: Any) -> None:
-    """Raise StateError for strategies whose state the callback cannot save."""
+    """Raise StateError if the callback cannot save the state of the trainer's strategy."""
     strategy = trainer.strategy
     name = type(strategy).__name__
     works = "It works with one process, and with several under strategy='ddp' or ModelParallelStrategy (FSDP2)"
@@ -61,7 +61,7 @@ def check_strategy(trainer: Any) -> None:
 
 
 def can_save(strategy: Any) -> bool:
-    """Return whether the callback can save a strategy's state, which may be distributed over processes."""
+    """Return whether the callback can save a strategy's state from all of its processes."""
     names = class_names(strategy)
     if names & _SAVE_BY_THEMSELVES:
         return False
@@ -69,7 +69,7 @@ def can_save(strategy: Any) -> bool:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Return whether the strategy shards parameters as DTensors, and saves and loads them itself."""
+    """Return whether the strategy shards parameters as DTensors, and thus saves and loads them itself."""
     return _SHARDED in class_names(strategy)
 
 
@@ -79,7 +79,7 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each saved name to its current name; the two differ if a submodule is compiled in only one of the runs."""
+    """Map each saved name to its current name. They differ if a submodule is compiled in only one of the runs."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
@@ -88,7 +88,7 @@ def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
 
 
 def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Rename the entries of the module state in a Lightning checkpoint dictionary to the module's current names."""
+    """Rename the module state entries in a Lightning checkpoint dictionary to match the module's current names."""
     for entry in {"state_dict", "current_model_state"} & checkpoint.keys():
         state = checkpoint[entry]
         names = live_names(state, module.state_dict(keep_vars=True))
@@ -103,7 +103,7 @@ def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas(strategy: Any) -> int:
-    """Return the number of data-parallel replicas: the processes among which the training data is divided."""
+    """Return the number of data-parallel replicas, that is, of processes among which training data is divided."""
     return 1 if strategy.world_size == 1 else int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
@@ -124,7 +124,7 @@ class _Sent:
 
 
 class SharedState:
-    """Broadcasts the tree of process 0 to the strategy's other processes, so that all save the same leaves."""
+    """Broadcasts the tree of process 0 to the other processes, so that they all save the same leaves."""
 
     def __init__(self, strategy: Any) -> None:
         module = strategy.lightning_module
@@ -141,7 +141,7 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves; its large tensors are filled in when all processes call ``fill``."""
+        """Return the tree that this process saves. Its large tensors are empty until all processes call ``fill``."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         with contextlib.closing(group):
@@ -159,25 +159,25 @@ class SharedState:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
 
     def _is_in_every_process(self, path: Path, value: torch.Tensor) -> bool:
-        if hasattr(value, "placements"):  # a DTensor, of which each process has its own shard
+        if hasattr(value, "placements"):  # each process has its own shard of a DTensor
             return True
         if path[0] == "state_dict":
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return the leaf that process 0 sends, or a placeholder for a tensor that is large or on every process."""
+        """Return the leaf to send from process 0, or a placeholder for a tensor that is large or in every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
             return _FromMemory()
         if value.nbytes < _LARGE:
-            return value.cpu().clone()  # clone, because pickling a view writes its whole storage
+            return value.cpu().clone()  # clone, because pickling a view would write its whole storage
         self._large.append(value.detach().to(self._channel).contiguous())
         return _Sent(tuple(value.shape), value.dtype)
 
     def _filled(self, value: Any, path: Path, here: Any) -> Any:
-        """Return a leaf from process 0, with placeholders replaced; ``here`` is this process's value at that path."""
+        """Replace a placeholder from process 0 with a tensor; ``here`` is this process's value at the same path."""
         if isinstance(value, _Sent):
             self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return self._large[-1]
@@ -192,10 +192,10 @@ class SharedState:
 
 
 def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
-    """Map a function over a tree; it is called with each leaf, its path, and the other tree's value at that path."""
+    """Apply a function to each leaf of a tree, its path, and the value at the same path in another tree."""
     if isinstance(tree, dict):
         others = other if isinstance(other, dict) else {}
-        made = copy.copy(tree)  # a copy keeps state dict attributes, such as the module versions in _metadata
+        made = copy.copy(tree)  # a copy keeps the attributes of a state dict, such as _metadata
         made.update({key: mapped(function, child, others.get(key), (*path, key)) for key, child in tree.items()})
         return made
     if type(tree) in (list, tuple):
@@ -208,7 +208,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores each entry in the form of its template; an entry without a template is restored as saved."""
+    """Restores each entry to match its template; an entry without a template is restored as it was saved."""
 
     shares_reads = True
 
@@ -221,7 +221,7 @@ class StateHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read a tree with one template per entry, skipping those whose template is None; ``item=None`` reads all."""
+        """Read a tree. ``item`` maps entries to templates, or to None to skip the entry; ``item=None`` reads all."""
         if item is None:
             return super().restore(directory, files=files, shared=shared, **kwargs)
         outline = super().structure(directory, files=files)
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint, which was restored with :meth:`template`, into the module and the optimizers."""
+        """Load a checkpoint into the module and the optimizers. It must have been restored with :meth:`template`."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,

@@ -40,12 +40,12 @@ POSITION = "holdfast"
 """The entry for state that Lightning's own checkpoints lack, such as the data position and random generators."""
 
 VERSION = 1
-"""The version of these trees, which is increased when earlier versions of holdfast cannot read new trees."""
+"""The format version of these trees. It is incremented if earlier versions of holdfast cannot read new trees."""
 
 _VERSION = "tree_version"  # absent in trees from version 0.1.0
 _VERSIONS = "state_dict_versions"
 _NUMPY = "numpy.ndarray"
-_TYPES = "value_types"  # original types of values saved as plain data: pairs of path and type
+_TYPES = "value_types"  # entry that lists the path and original type of each value saved as plain data
 _FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that come first in the tree
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
@@ -59,7 +59,7 @@ class _LeftError(Exception):
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a Lightning checkpoint to a tree that the engine can save, and list the entries that are left out."""
+    """Convert a Lightning checkpoint to a tree that the engine can save; return it and a list of omitted entries."""
     plain = _Plain()
     tree = plain.entries({name: checkpoint[name] for name in (*_FIRST, *checkpoint) if name in checkpoint}, ())
     if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need these versions to load older states. All share one leaf, because there are many modules.
+        # Modules may need these versions to load older states. Store them in one leaf, because there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -107,7 +107,7 @@ def is_plain_tree(value: Any) -> bool:
 
 
 class _Plain:
-    """Converts values to plain data and arrays, and records the converted types and the entries that are left out."""
+    """Converts values to plain data and arrays, and records which types were converted and which entries omitted."""
 
     def __init__(self) -> None:
         self.left: list[str] = []
@@ -149,7 +149,7 @@ class _Plain:
         if value_type in (set, frozenset) and not all(type(item) in PLAIN for item in value):
             raise _LeftError(value)
         if value_type in (list, tuple, set, frozenset):
-            # An error omits the whole entry, because omitting a single element would shift the others.
+            # If an element fails, omit the whole entry, because omitting only the element would shift the others.
             return value_type([self.value(item, (*keys, index)) for index, item in enumerate(value)])
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
@@ -187,15 +187,15 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 
 # ---- values of other types, such as those in hyper-parameters
 #
-# Paths are saved as strings, namespaces as dictionaries, and dtypes by name, which every reader can use. The type names
-# are also saved, so that the original types can be restored. Restoring calls only the constructors in this table and
-# those of classes that the program has already loaded.
+# Paths are saved as strings, namespaces as dictionaries, and dtypes by name, so that every reader can use them. The
+# type names are also saved, to restore the original types. Restoring calls only the constructors in this table and
+# constructors of classes that the program has already loaded.
 
 
 logger = logging.getLogger("holdfast")
 
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
-_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # packages whose classes are saved by name
+_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # packages whose classes, used as values, are saved by name
 
 # Keyed by saved type name: the type, and the functions that convert a value to plain data and back.
 _CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -211,7 +211,7 @@ _CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
 
 
 def as_plain(value: Any) -> tuple[Any, str] | None:
-    """Convert a value to plain data (which may itself need conversion) and a type name; None for unknown types."""
+    """Return a value as plain data (which may itself need conversion) with its type name; None for unknown types."""
     path = import_path(type(value))
     if isinstance(value, np.dtype) and (value.hasobject or value.names):
         return None
@@ -234,7 +234,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
 
 
 def from_plain(plain: Any, type_name: str) -> Any:
-    """Convert the result of :func:`as_plain` back; return it unchanged if the class no longer exists."""
+    """Convert the result of :func:`as_plain` back to its type; return it unchanged if the type no longer exists."""
     try:
         if type_name in _CONVERTED:
             return _CONVERTED[type_name][2](plain)

@@ -20,7 +20,7 @@ logger = logging.getLogger("holdfast")
 
 
 class PreemptedError(RuntimeError):
-    """Raised in a worker after SIGTERM, once the step is saved, so that Ray restarts the training function."""
+    """Raised in a worker after SIGTERM, when the step has been saved, to make Ray restart the training function."""
 
 
 class CheckpointCallback(LoopCallback):
@@ -38,11 +38,11 @@ class CheckpointCallback(LoopCallback):
                     if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
-    It takes the same options and behaves identically outside of Ray Train. In a worker, the following also applies:
+    It takes the same options. Outside of Ray Train, it behaves identically. In a worker, the following also applies:
 
     - Every saved step is reported to Ray after it has become durable. ``ray.train.report`` receives the step's metrics
-      and a reference to its checkpoint, which is not copied. A report waits for all workers, so a step is reported when
-      the next one is saved, after a preemption signal, or at the end.
+      and a reference to its checkpoint, without copying it. Because a report waits for all workers, a step is reported
+      only when the next step is saved, after a preemption signal, or at the end.
     - Ray owns the reported checkpoints and deletes them according to ``CheckpointConfig(num_to_keep=...)``. With
       ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics, because
       Ray does not restart a run whose reported checkpoints are gone. ``Result`` then contains neither checkpoints nor
@@ -57,7 +57,7 @@ class CheckpointCallback(LoopCallback):
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # step that has been or is being saved but has not been reported
+    _unreported: int | None = None  # step whose save has begun, but that has not been reported
     _reported_step: int | None = None
     _has_stopped = False
 
@@ -89,7 +89,7 @@ class CheckpointCallback(LoopCallback):
         state, step = super().restore_or_initialize(state, like=like, **extras)
         location = self._location_of(step)
         if location is not None and (reported is None or reported.url != location.url):
-            self._unreported = step  # saved by a previous run that ended before reporting it
+            self._unreported = step  # an earlier run saved this step, but ended before reporting it
         return state, step
 
     def on_step(
@@ -140,7 +140,7 @@ class CheckpointCallback(LoopCallback):
         return super()._signal(signals) if self._worker is None else WorkerSignal(signals)
 
     def _fetch(self, reported: Location | None) -> None:
-        """Copy the last checkpoint known to Ray into the directory if the directory has none."""
+        """Copy the last checkpoint that Ray knows of into the directory if the directory has no checkpoint."""
         directory = self.manager.directory
         if reported is None or reported.url.startswith(f"{directory.url}/") or self._options.resume == "never":
             return
@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """Report the previously saved step, which is durable because each save waits for the previous one."""
+        """After a save, report the previously saved step; it is durable, because each save waits for the last one."""
         if self._worker is None:
             return outcome
         if outcome.saved:
@@ -157,7 +157,7 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step
         if outcome.should_stop and not self._has_stopped:
             self._has_stopped = True
-            self._report()  # this save is already durable, but later ones may not be if the loop continues
+            self._report()  # this step is durable, but the loop may continue, and later ones may not be
         if outcome.should_stop and self._preemption.number == DRAINED:
             return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
         return outcome

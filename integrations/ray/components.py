@@ -12,8 +12,8 @@ from ..components import Checkpointable
 class RemoteComponent(Checkpointable):
     """A component of :mod:`holdfast.components` that lives in a Ray actor.
 
-    Saves and restores are delegated to the actor, which holds the state. The states of all remote components in a tree
-    are requested concurrently. ``from_checkpoint`` starts a new actor with the same class, arguments, and options.
+    The actor holds the state and performs saves and restores. The states of all remote components in a tree are
+    requested concurrently. ``from_checkpoint`` starts a new actor with the same class, arguments, and options.
 
     ::
 

@@ -1,4 +1,4 @@
-"""The Ray Train worker in this process, with its storage, reports, and preemption signals.
+"""Access the Ray Train worker in this process: its storage, reports, and preemption signals.
 
 Only the main thread of the worker's actor can handle SIGTERM. Ray itself announces which nodes it will remove.
 """
@@ -23,10 +23,10 @@ logger = logging.getLogger("holdfast")
 DRAINED = 1000
 """Pseudo signal number for Ray's notice that it will remove a node."""
 
-_TIMEOUT = 30.0  # seconds; timeout for calls in the main thread of the actor, which Ray keeps idle
+_TIMEOUT = 30.0  # seconds; timeout for calls in the actor's main thread, which is normally idle
 _SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # maps pyarrow file system types to URL schemes
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
-"""Options that give a file system its own credentials; a plain URL gets them from the environment instead."""
+"""File system options that set credentials; for a plain URL, credentials come from the environment instead."""
 
 _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # keyed by id, for `_call`
 
@@ -35,7 +35,7 @@ def run_directory(name: str = "checkpoints") -> str:
     """Return the checkpoint directory in the storage of this Ray Train run, which is the same for every worker.
 
     Ray registers checkpoints in this directory without copying them. It is a subdirectory of the run's directory, which
-    is set by ``RunConfig(storage_path=..., name=...)``; set both arguments so that a restarted program finds it.
+    ``RunConfig(storage_path=..., name=...)`` sets. Pass both arguments so that a restarted program finds the directory.
 
     Args:
         name: The name of the subdirectory.
@@ -66,7 +66,7 @@ def current_worker() -> Worker | None:
 
 
 class Worker:
-    """The Ray Train worker in this process; use it only in the thread of the training loop."""
+    """The Ray Train worker in this process. Use it only in the thread that runs the training loop."""
 
     def __init__(self, train: Any, context: Any) -> None:
         self._train = train
@@ -79,12 +79,12 @@ class Worker:
         return _location(self._storage.storage_filesystem, self._storage.experiment_fs_path)
 
     def checkpoint(self) -> Location | None:
-        """Return the directory of the last checkpoint known to Ray; None if there is none."""
+        """Return the directory of the last checkpoint that Ray knows of; None if there is no checkpoint."""
         checkpoint = self._train.get_checkpoint()
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics and, optionally, a checkpoint that is already in Ray's storage; wait for all workers."""
+        """Report metrics and, optionally, a checkpoint that is already in Ray's storage. Waits for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -95,7 +95,7 @@ class Worker:
 
 
 def _location(filesystem: Any, path: str) -> Location:
-    """Convert a path in a pyarrow file system to a location, using an object store URL if one is equivalent."""
+    """Convert a path in a pyarrow file system to a location, based on an equivalent object store URL if possible."""
     type_name = filesystem.type_name
     if type_name in _SCHEMES:
         options = filesystem.__reduce__()[1][0]  # pyarrow exposes its options only for pickling
@@ -118,12 +118,12 @@ def _is_service_of_urls(type_name: str, options: Mapping[str, Any]) -> bool:
 
 def is_drained() -> bool:
     """True if Ray has announced that it will remove a node of this run."""
-    # This reads the local value, because ``ray.train.get_preemption_info`` is a barrier across all workers, which is
-    # too slow for every step.
+    # Read the local value: ``ray.train.get_preemption_info`` is a barrier across all workers, and thus too slow to call
+    # at every step.
     context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
     try:
         return context is not None and context.get_train_context().preemption_context.preemption_info is not None
-    except (AttributeError, RuntimeError):  # the Ray version has no such notices, or there is no run
+    except (AttributeError, RuntimeError):  # this version of Ray does not announce removals, or no run is active
         return False
 
 
@@ -136,7 +136,7 @@ class WorkerSignal(PreemptionSignal):
 
     @property
     def is_agreed(self) -> bool:
-        """Always False, because JAX's own signal handler is replaced and would not detect drained nodes."""
+        """Always False: agreeing through JAX requires its own handler, which is replaced and misses drained nodes."""
         return False
 
     @property
@@ -162,7 +162,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # In its main thread, a Ray Train actor runs the functions that are passed to its execute method.
+            # In its main thread, a Ray Train actor runs the functions passed to its execute method.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:
@@ -176,7 +176,7 @@ class WorkerSignal(PreemptionSignal):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.installed:
-            self.request(number)  # Ray's own handler would exit the process at once
+            self.request(number)  # do not call Ray's own handler, which would exit at once
         else:
             super()._handle(number, frame)
 

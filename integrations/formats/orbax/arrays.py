@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     import tensorstore
 
 _CACHE = 64 << 20  # bytes; size of the cache of decoded B+tree nodes, which all arrays share
-_UNDER_WAY = 1 << 30  # bytes; limit on concurrent array reads
+_UNDER_WAY = 1 << 30  # bytes; limit on the data being read concurrently
 _RATIO = 1 << 16  # maximum compression ratio of the supported compressors
-_SMALL_CHUNK = 64 << 20  # bytes; chunk size that is accepted for arrays of any size
-_UNSTORED = 4 << 30  # bytes; allowance for arrays whose chunks are not stored because they hold the fill value
+_SMALL_CHUNK = 64 << 20  # bytes; chunks up to this size are accepted for all arrays
+_UNSTORED = 4 << 30  # bytes; allowance for chunks that contain only the fill value, and are not stored
 _MANIFEST_LIMIT = 512 << 20  # bytes
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
@@ -62,8 +62,8 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 
 def _s3_spec(bucket: str) -> dict[str, Any]:
-    """Return the TensorStore spec for an S3 bucket, with the same endpoint and credentials as ``Location``."""
-    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred because it loads asyncio and ssl
+    """Return the TensorStore spec for an S3 bucket, using the endpoint and credentials that ``Location`` uses."""
+    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred: loads asyncio and ssl
 
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
@@ -71,8 +71,8 @@ def _s3_spec(bucket: str) -> dict[str, Any]:
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     elif region:
         spec["aws_region"] = region
-    # If the environment has credentials, the default chain is not used, because it tries files and the network first
-    # and logs a warning for each miss. TensorStore 0.1.86 finds a profile only if its name is given.
+    # If the environment has credentials, avoid the default chain, which tries files and the network first and logs a
+    # warning for each miss. The profile must be given, because TensorStore 0.1.86 does not look it up.
     given = "AWS_ACCESS_KEY_ID" in os.environ
     spec["aws_credentials"] = {"type": "environment"} if given else {"type": "default", "profile": chosen_profile()}
     return spec
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 class OpenedArrays:
-    """Opened arrays, whose data has not been read; ``failed`` gives the reason for each array that cannot be opened."""
+    """Arrays that have been opened but not read. ``failed`` maps names of arrays that cannot be opened to reasons."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return errors by name."""
+        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return (name, error) pairs."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -169,7 +169,7 @@ class OpenedArrays:
 
 
 def reason(error: Exception, location: Location) -> str:
-    """Return the reason why an array cannot be read; raise the storage's error if the storage itself failed."""
+    """Return the reason why an array cannot be read; raise a storage error if the storage itself failed."""
     mapped: HoldfastError = map_status(error, location.url, "read")
     if isinstance(mapped, _OF_STORAGE):
         raise mapped from error
@@ -177,7 +177,7 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read: the bounding box if the boxes fill at least half of it, otherwise each box."""
+    """Return the regions to read: the boxes' bounding box if they fill at least half of it, otherwise each box."""
     # Reading the bounding box avoids decoding a shared chunk once per box.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
@@ -189,7 +189,7 @@ def gather(boxes: Sequence[Box]) -> list[Box]:
 
 
 def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """Cut a box out of the region that contains it; an empty box becomes an empty array."""
+    """Cut a box out of the region that contains it; return an empty array if the box is empty."""
     for region, array in zip(regions, arrays, strict=True):
         if box.size and box.common(region) == box:
             return array[box.within(region)]
@@ -197,11 +197,11 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
 
 
 class ProcessDatabases:
-    """Per-process databases without a common index; each contains the shards that its process saved."""
+    """Per-process databases without a common index. Each database contains the shards that one process saved."""
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
-        self._folders: dict[str, Location] = {}  # maps each key to its folder, or to the first folder if replicated
+        self._folders: dict[str, Location] = {}  # maps each key to the first folder that contains it
         for folder in folders:
             try:
                 with naming(folder):
@@ -214,8 +214,8 @@ class ProcessDatabases:
 
     def spec(self, name: str) -> dict[str, Any]:
         """Return the TensorStore key-value store spec for the directory of an array."""
-        begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # "0" comes right after "/"
-        # Without a layer for all keys, TensorStore would silently return uninitialized memory for missing chunks.
+        begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # "0" follows "/" in ASCII
+        # Include a layer for all keys. Without it, TensorStore would return uninitialized memory for missing chunks.
         layers: list[dict[str, Any]] = [{"base": {"driver": "ocdbt", "base": directory_spec(self._first)}}]
         layers += [
             {"exact": key, "base": {"driver": "ocdbt", "base": directory_spec(self._folders[key]), "path": key}}
@@ -226,7 +226,7 @@ class ProcessDatabases:
 
 
 def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return the missing or truncated OCDBT files of each array, because TensorStore's errors name only a key."""
+    """Return the missing or truncated OCDBT files of each array. (TensorStore's own errors name only a key.)"""
     if not names:
         return {}
     try:
@@ -234,7 +234,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
-    needed: dict[str, dict[str, int]] = {}  # maps array and file to the end offset of the last value
+    needed: dict[str, dict[str, int]] = {}  # maps array and file to the size that the file must have
     for row, key in enumerate(entries.keys):
         cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
         name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)
@@ -253,7 +253,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
 
 
 def _size(file: Location) -> float | str:
-    """Return a local file's size in bytes, infinity for a remote file, or the reason why it cannot be opened."""
+    """Return the size of a local file in bytes, infinity for a remote file, or the reason why opening it fails."""
     try:
         with file.open_data() as data:
             return data.size if file.is_local else math.inf

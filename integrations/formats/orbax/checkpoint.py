@@ -25,8 +25,8 @@ from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # part of a directory's name while its save is unfinished
-# This file marks a finished save on Google Cloud Storage, where directories cannot be renamed.
+UNFINISHED = ".orbax-checkpoint-tmp"  # marks the name of a directory until its save has finished
+# On Google Cloud Storage, where directories cannot be renamed, this file marks a finished save.
 COMMITTED = "commit_success.txt"
 
 _STEP = re.compile(r"(?:(.+)_)?([0-9]{1,18})")
@@ -35,11 +35,11 @@ METRICS_FOLDER = "metrics"
 ONLY_ITEM = "default"  # item name if a manager saves a single item
 _KEYS = ("jax_random_key", "np_random_key")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-# An item that lists the devices of every process, written by managers that save to the local disk of each host.
+# Managers that save to the local disk of each host write this item, which lists the devices of every process.
 _PROCESSES = "process_metadata"
-RUN_METADATA = "metadata"  # folder next to the steps, with the custom metadata of the run
+RUN_METADATA = "metadata"  # folder next to the steps that holds the run's custom metadata
 RUN_METADATA_FILE = "_ROOT_METADATA"
-_SEARCHED = 32  # maximum number of directories searched for items if no file marks a checkpoint
+_SEARCHED = 32  # maximum number of directories to search for items if there is no metadata
 
 
 class _Item(NamedTuple):
@@ -67,7 +67,7 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             handlers_by_item: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            # Item names come from an untrusted file, so names that would lead out of the directory are rejected.
+            # Item names come from an untrusted file, so ignore names that would lead out of the directory.
             noted = {name for name in handlers_by_item if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
             for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)
@@ -131,7 +131,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories named ``<step>`` or ``<prefix>_<step>``; if prefixes differ, use only the most common one."""
+    """Find directories named ``<step>`` or ``<prefix>_<step>``, considering only the most common prefix."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 
@@ -149,7 +149,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the run's custom metadata, which is a member of a JSON file or, in earlier versions, the whole file."""
+    """Return the run's custom metadata, which is a member of a JSON file or, in early versions, the entire file."""
     folder = location / RUN_METADATA
     for name in (RUN_METADATA_FILE, "metadata"):
         if (folder / name).is_there():
@@ -173,7 +173,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """True if a directory contains a tree instead of items, even if only its metadata files are left."""
+    """True if a directory contains a tree instead of items. A tree's metadata files are sufficient."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     file = location / AGGREGATE_FILE
@@ -181,7 +181,7 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 
 def _holds_items(location: Location) -> bool:
-    """True if a directory without metadata contains items, as written by early versions."""
+    """True if a directory without metadata contains items, as in checkpoints from early versions of Orbax."""
     folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
     names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
     for name in names[:_SEARCHED]:
@@ -210,7 +210,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
             return _Item(JSON, folder, file=name)
     if not handler and not entries:
         return None
-    # Keep an item that is recorded but whose files are gone, so that reading it raises an error that names the file.
+    # Keep a recorded item even if its files are gone, so that reading it raises an error that names the missing file.
     if "Json" in handler:
         return _Item(JSON, folder, file=_JSON_FILES[0])
     if any(text in handler for text in ("PyTree", "Standard", "Array", "RandomKey")):

@@ -40,25 +40,25 @@ from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
 _SEQUENCE, _MAPPING = 1, 2  # Orbax key types
-# "jax.Array" is not used because, without a template, Orbax restores such leaves only if target devices are given. With
-# a template, either type can be restored as the other.
+# Don't use "jax.Array": without a template, Orbax restores leaves of this type only if target devices are given. With a
+# template, either type can be restored as the other.
 _ARRAY = "np.ndarray"
 _EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
 _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 
 _Keys = tuple[tuple[str, int], ...]  # the keys of a path, each with its key type
-# Writes leaves of a tree to a folder under the given names, and reports progress in bytes.
+# A function that writes leaves of a tree to a folder under the given names, and reports progress in bytes.
 WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf], Callable[[int], None]], None]
 
 
 class OrbaxPlan:
-    """A plan for storing a tree in Orbax; the constructor raises one error that lists all unsupported leaves."""
+    """A plan for storing a tree in Orbax. The constructor raises a single error that lists all unsupported leaves."""
 
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
-        self.entries: dict[str, Any] = {}  # content of ``tree_metadata`` in the ``_METADATA`` file
+        self.entries: dict[str, Any] = {}  # contents of ``tree_metadata`` in the ``_METADATA`` file
         self.arrays: dict[str, SavedLeaf] = {}  # leaves stored as arrays, keyed by Orbax name
-        self.strings: dict[str, Any] = {}  # content of the ``_strings.json`` file
+        self.strings: dict[str, Any] = {}  # contents of the ``_strings.json`` file
         self.keys: dict[str, str] = {}  # PRNG implementations of typed keys, keyed by array name
         self._source = source
         self._in_place = in_place
@@ -76,7 +76,7 @@ class OrbaxPlan:
             raise UnsupportedLeafError("\n  ".join([headline, *self._problems]))
 
     def files(self) -> dict[str, bytes]:
-        """Map the path of each file, relative to the item's folder, to its content; ``_METADATA`` comes last."""
+        """Map the path of each file, relative to the item's folder, to its contents. ``_METADATA`` comes last."""
         contents: dict[str, bytes] = {}
         if self.strings:
             contents[STRINGS_FILE] = json_file(self.strings)
@@ -178,7 +178,7 @@ class OrbaxPlan:
 def checkpoint_document(
     handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """Map the name of each checkpoint-level file to its content; the file that marks a finished save comes last."""
+    """Map the name of each checkpoint-level file to its contents. The file that marks a finished save comes last."""
     nanoseconds = int((time.time() if committed is None else committed) * 1e9)
     document = {
         "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
@@ -204,9 +204,9 @@ def export_orbax(
     progress: Progress,
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
-    """Export copies of checkpoints to Orbax; return each checkpoint with its copy, step, and trees."""
-    # A single tree is exported for use with a `StandardCheckpointer`, and steps for use with a `CheckpointManager`.
-    # Integer keys become strings, because Orbax supports only string keys.
+    """Export checkpoints to Orbax; return each checkpoint with the location of its copy, its step, and its trees."""
+    # Export a single tree for use with a `StandardCheckpointer`, and steps for use with a `CheckpointManager`. Convert
+    # integer keys to strings, because Orbax supports only string keys.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
     if not managed:
@@ -218,7 +218,7 @@ def export_orbax(
         metadata = found_steps.metadata()
         entries = {target / str(number): entry for number, entry in found_steps.by_step().items()}
         if not entries:
-            find_checkpoint(origin)  # raises an error that says what is missing
+            find_checkpoint(origin)  # raises an error that names what is missing
     for copy in entries:
         _refuse_existing(copy)
     made: list[Location] = []
@@ -301,7 +301,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
 
 
 def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Map the path of each file, except for arrays, to its content; ``folders`` maps each item to its folder."""
+    """Map the path of each file that is not an array to its contents; ``folders`` maps each item to its folder."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
     for name, folder in folders.items():
@@ -366,7 +366,7 @@ def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]
 
 @contextlib.contextmanager
 def _finished(target: Location) -> Iterator[Location]:
-    """Yield a temporary directory to write to, and rename it to the target when it is complete, as Orbax does."""
+    """Yield a temporary directory to write to. When it is complete, rename it to the target, as Orbax does."""
     _refuse_existing(target)
     folder = target.parent / f"{target.name}{UNFINISHED}" if target.is_local else target
     folder.remove_tree()

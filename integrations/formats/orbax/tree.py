@@ -55,8 +55,8 @@ STRING = "string"
 WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
-AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions, with small leaves and placeholders for others
-# Orbax itself stores these value types as arrays. "unknown" is used for entries without a recorded type.
+AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions; holds small leaves, and placeholders for others
+# Value types that Orbax itself stores as arrays. Entries without a recorded type have the type "unknown".
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDER = re.compile("(?:PLACEHOLDER|AGGREGATED)://(.*)", re.DOTALL)
@@ -68,21 +68,21 @@ _KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # PRNG implementation by length of t
 class Parameter(NamedTuple):
     """An entry of the tree, which is a leaf or an empty container."""
 
-    path: Path  # its keys; int for list and tuple indices
+    path: Path  # the keys of the entry, with int for list and tuple indices
     value_type: str  # Orbax value type: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
 
     @property
     def name(self) -> str:
-        """The name under which Orbax stores the entry, which is not necessarily unique."""
+        """The name under which Orbax stores the entry. It is not necessarily unique."""
         return ".".join(map(str, self.path))
 
 
 class TreeMetadata(NamedTuple):
-    """The parsed content of a ``_METADATA`` file."""
+    """The parsed contents of a ``_METADATA`` file."""
 
     parameters: list[Parameter]  # the entries of the tree, in file order
     use_zarr3: bool  # whether arrays use zarr version 3 instead of 2
-    complete: bool  # whether every chunk is stored, including those that hold only the fill value
+    complete: bool  # whether every chunk is stored, even if it contains only the fill value
     uses_ocdbt: bool = False  # whether all arrays share one OCDBT database
 
 
@@ -111,7 +111,7 @@ def _member(value: Any, *names: str) -> Any:
 
 
 def _path(keys: Any, text: str) -> Path | None:
-    """Parse an entry's path from its key list or, without one, from its name (the repr of a tuple); None if invalid."""
+    """Parse an entry's path from its key list or, if there is none, its name (the repr of a tuple); None if invalid."""
     if keys is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             parsed = ast.literal_eval(text)
@@ -143,7 +143,7 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
 
 
 def read_shardings(folder: Location) -> dict[str, Details]:
-    """Return the shardings that can be parsed, keyed by array name; they are used only for display."""
+    """Return the shardings, keyed by array name. They are used only for display, so invalid ones are skipped."""
     shardings: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -168,10 +168,10 @@ def _sharding(fields: Any) -> Details | None:
 
 
 class OrbaxTree(OtherTree):
-    """An Orbax tree in a folder; namedtuples and custom nodes are read as dictionaries, tuples as lists."""
+    """An Orbax tree in a folder. Namedtuples and custom nodes are read as dictionaries, and tuples as lists."""
 
-    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. ``processes`` is the
-    # number of processes if each saved to its local disk; the folder then contains the shards that were copied there.
+    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. If each process saved
+    # to its local disk, ``processes`` is their number, and the folder contains the shards that have been copied to it.
 
     def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location
@@ -194,7 +194,7 @@ class OrbaxTree(OtherTree):
             parameters = [parameters[0]._replace(path=())]
         self._names = {storage_name(p.path): p.name or (AGGREGATE_FILE if bare else "") for p in parameters}
         arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
-        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # a tree without arrays has no database
+        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # a tree without arrays needs no database
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
             self.tree, order = nested_tree([*((p.path, number) for number, p in enumerate(parameters)), *empties])
@@ -206,7 +206,7 @@ class OrbaxTree(OtherTree):
             self._strings = read_optional(location / STRINGS_FILE) if has_strings else {}
             self.unreadable: dict[str, str] = {}
             self._values: dict[str, Any] = {}  # values of the leaves in the aggregate file, keyed by leaf name
-            self._foreign: set[str] = set()  # leaves that only a custom handler of the saving program can read
+            self._foreign: set[str] = set()  # leaves that require a custom handler from the program that saved them
             self.leaves = [self._leaf(parameters[index]) for index in order]
         counts = Counter(self._names[storage_name(p.path)] for p in parameters if p.value_type not in _NO_ARRAYS)
         self._shared = {name for name, count in counts.items() if count > 1}
@@ -257,7 +257,7 @@ class OrbaxTree(OtherTree):
     ) -> list[Problem]:
         wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
-        failed: dict[str, str] = {}  # maps leaf names to the reason why the array cannot be opened or read
+        failed: dict[str, str] = {}  # maps leaf names to the reason why they cannot be read
         for index, (leaf, box) in enumerate(parts):
             if leaf.name in self.unreadable:
                 failed[leaf.name] = self.unreadable[leaf.name]
@@ -342,14 +342,14 @@ class OrbaxTree(OtherTree):
         return SavedLeaf(name, self._saved(name, self._names[name], parameter.value_type))
 
     def _saved(self, name: str, stored: str, value_type: str) -> Saved:
-        """Describe a leaf by its Orbax value type; record it in ``unreadable`` if it cannot be read."""
+        """Describe a leaf of an Orbax value type; if it cannot be read, record the reason in ``unreadable``."""
         if value_type == NONE:
-            # Orbax also writes empty namedtuples, such as the states of many optax transformations, as None.
+            # This may be an empty namedtuple, such as the state of an optax transformation: Orbax writes it as None.
             return Saved({"kind": "none", OPTIONAL: True})
         if value_type == WITHOUT_DATA:
             return Saved({"kind": PLACEHOLDER})
         if value_type == STRING:
-            # Orbax interprets the name as a JSON pointer.
+            # Interpret the name as a JSON pointer, as Orbax does.
             text = _member(self._strings, *(key.replace("~1", "/").replace("~0", "~") for key in stored.split("/")))
             if isinstance(text, str):
                 return Saved({"kind": "str", "value": text})
@@ -388,19 +388,19 @@ def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _placeholder(value: Any) -> str | None:
-    """Return the name in a placeholder for a leaf that is stored elsewhere; None for any other value."""
+    """If the value is a placeholder for a leaf stored elsewhere, return the name of the leaf; otherwise, None."""
     match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else match[1]
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
-    if MANIFEST not in names or TREE in names:  # a folder with a tree.json is an item of a holdfast checkpoint
+    if MANIFEST not in names or TREE in names:  # a tree.json indicates an item of a holdfast checkpoint
         return None
     return SingleTree("TensorStore", location, ArrayFolder(location), total_bytes(location))
 
 
 class ArrayFolder(OrbaxTree):
-    """The arrays in a database that TensorStore wrote without Orbax, as one dictionary keyed by array name."""
+    """The arrays in a database written with TensorStore alone, read as a single dictionary keyed by array name."""
 
     for_template = OtherTree.for_template  # a flat tree has no leaves that may be empty containers
 

@@ -1,9 +1,9 @@
 """Find TensorFlow checkpoints by prefix, file or directory.
 
-A checkpoint is identified by its prefix, such as ``dir/ckpt-5``, as in TensorFlow, or by one of its files. TensorFlow
-records the newest checkpoint of a directory in the file ``checkpoint``, which contains a ``CheckpointState`` message
-(``tensorflow/python/training/checkpoint_state.proto``) in text format. Its paths may come from another machine, so
-only the last component is used, as the name of a checkpoint in the same directory.
+As in TensorFlow, a prefix such as ``dir/ckpt-5`` identifies a checkpoint; the path of one of its files works, too.
+TensorFlow records the newest checkpoint of a directory in the file ``checkpoint``, which contains a
+``CheckpointState`` message (``tensorflow/python/training/checkpoint_state.proto``) in text format. Paths in it may come
+from another machine, so only the last component is used, to name a checkpoint in the same directory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map each number to ``<name>-<number>``, using the newest checkpoint's name or else the most common one."""
+    """Map numbers to prefixes ``<name>-<number>``, using the newest checkpoint's name or else the most common name."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -59,7 +59,7 @@ def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
 
 
 def read_state(directory: Location) -> CheckpointState:
-    """Read the state file of a directory; return an empty state if it is missing or unreadable."""
+    """Read the state file of a directory; return an empty state if the file is missing or unreadable."""
     file = directory / STATE
     try:
         text = file.read_bytes(limit=_STATE_LIMIT).decode("utf-8")
@@ -111,7 +111,7 @@ def _checkpoint(prefix: Location) -> SingleTree:
 
 
 def _prefix_of(name: str) -> str:
-    """Return the checkpoint prefix from the name of an index or data file, or "" for other file names."""
+    """Return the checkpoint prefix in the name of an index or data file, or "" for other file names."""
     match = _DATA.fullmatch(name)
     return match[1] if match else name.removesuffix(INDEX) if name.endswith(INDEX) else ""
 
@@ -146,7 +146,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
 
 def _recognise_prefix(location: Location) -> SingleTree | None:
-    """Open a checkpoint given its prefix or the path of one of its files; None if there is none."""
+    """Open the checkpoint with this prefix or with a file at this path; None if there is no such checkpoint."""
     name, folder = location.name, location.parent
     prefix = _prefix_of(name) or ("" if location.exists() else name)
     if not prefix:
@@ -159,13 +159,13 @@ def _recognise_prefix(location: Location) -> SingleTree | None:
 
 
 def _newest(location: Location, names: frozenset[str], prefixes: list[str]) -> str | None:
-    """Return the prefix that TensorFlow recorded as the newest checkpoint, or None if it does not exist."""
+    """Return the prefix of the checkpoint that TensorFlow recorded as the newest, or None if it does not exist."""
     newest = read_state(location).newest if prefixes and STATE in names else None
     return newest if newest in prefixes else None
 
 
 def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the checkpoint names in a directory, including damaged checkpoints that have data files."""
+    """Return the prefixes of the checkpoints in a directory, including those with data files and a damaged index."""
     names = list(names)
     with_data = {match[1] for name in names if (match := _DATA.fullmatch(name))}
     if wanted is None:
@@ -174,7 +174,7 @@ def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | No
 
 
 def ends_as_table(file: Location) -> bool:
-    """True if a file ends with the magic number of a checkpoint index."""
+    """True if a file ends with the magic number that marks a checkpoint index."""
     try:
         return last_bytes(file, len(MAGIC)) == MAGIC
     except StorageError:
@@ -188,7 +188,7 @@ _FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Raise FormatVersionError for a "V1" checkpoint (one table, or one per shard) of TensorFlow before 0.12."""
+    """Raise FormatVersionError for "V1" checkpoints of TensorFlow before 0.12: one table, or one table per shard."""
     prefix = location
     try:
         if names:
@@ -197,7 +197,7 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                 return
             prefix = location / newest
         shard = re.compile(re.escape(prefix.name) + "-[0-9]{5,}-of-[0-9]{5,}")
-        # Listing an object store would be too expensive just for this error.
+        # Don't list an object store, which would be too expensive just for this error.
         beside = prefix.parent.entries() if names or (prefix.is_local and not prefix.exists()) else ()
         shards = sorted(entry.name for entry in beside if shard.fullmatch(entry.name))
         for file in (prefix, *(prefix.parent / name for name in shards[:1])):
@@ -207,5 +207,5 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                     "which is not supported. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: "
                     "that writes the format with .index and .data files"
                 )
-    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError is raised if it is not a regular file.
+    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError: not a regular file
         return

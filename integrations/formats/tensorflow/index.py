@@ -1,4 +1,4 @@
-"""Decode the index file of a TensorFlow checkpoint, a table with one message per tensor, without any I/O.
+"""Decode the index of a TensorFlow checkpoint, a table with one message per tensor. This module performs no I/O.
 
 A protocol buffer message is a sequence of fields, each of which has a tag (field number and wire type) and a value
 (https://protobuf.dev/programming-guides/encoding). The messages are defined in
@@ -32,15 +32,15 @@ MAGIC = bytes.fromhex("57fb808b247547db")  # magic number at the end of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
 _KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, as a multiple of the file size
-_KEYS_SMALL = 1 << 20  # bytes; a total key size that is always accepted
-_RATIO = 24  # maximum compression ratio; a copy of 64 bytes takes three bytes
+_KEYS_SMALL = 1 << 20  # bytes; total key sizes up to this limit are always accepted
+_RATIO = 24  # maximum compression ratio; a snappy copy of 64 bytes takes three bytes
 STRING, VARIANT = 7, 21
 _VERSION = 1  # the supported format version
 _LARGEST = 1 << 62
 _ESCAPES = {0: b"\0\xff", 0xFF: b"\xff\0"}
 _MOST_AXES = 32  # limit of numpy 1; TensorFlow tensors may have up to 254 axes
 
-Value = int | bytes  # a field value: an unsigned integer, or bytes, which may be text or a nested message
+Value = int | bytes  # a field value: an unsigned integer, or bytes (text or a nested message)
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
@@ -90,7 +90,7 @@ def text(value: Value) -> str:
         raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
 
 
-_DTYPE_NAMES = (  # in the order of the enum ``DataType`` in types.proto, which begins at 1
+_DTYPE_NAMES = (  # ordered as in the enum ``DataType`` in types.proto, starting from 1
     *("float32", "float64", "int32", "uint8", "int16", "int8", "", "complex64", "int64", "bool"),
     *("int8", "uint8", "int32", "bfloat16", "int16", "uint16"),  # quantised, except bfloat16; the scale is not stored
     *("uint16", "complex128", "float16", "", "", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"),
@@ -110,12 +110,12 @@ class BundleHeader(NamedTuple):
 
 
 class BundleSlice(NamedTuple):
-    """A slice of a tensor: a start and a length for each axis, or None for the whole axis."""
+    """A slice of a tensor, given by the start and length along each axis; None selects the whole axis."""
 
     extents: tuple[tuple[int, int] | None, ...]
 
     def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the start index and the shape of the slice in a tensor of this shape."""
+        """Return the start index and the shape of the slice in a tensor of the given shape."""
         if len(self.extents) != len(shape):
             raise DamagedCheckpointError(f"a slice has {len(self.extents)} axes, its tensor {len(shape)}")
         extents = [(0, size) if extent is None else extent for extent, size in zip(self.extents, shape, strict=True)]
@@ -189,9 +189,9 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 
 def ordered(number: int) -> bytes:
-    """Encode a signed integer for a slice key; results sort like the numbers, and small numbers take fewer bytes."""
+    """Encode a signed integer for a slice key. Results sort like the integers, and small integers take fewer bytes."""
     length = (~number if number < 0 else number).bit_length() // 7 + 1
-    marks = ((1 << length) - 1) << (7 * length)  # as many leading one bits as there are bytes
+    marks = ((1 << length) - 1) << (7 * length)  # the number of leading one bits is the number of bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
 
 
@@ -263,7 +263,7 @@ class _Handle(NamedTuple):
 
 
 def masked(crc: int) -> int:
-    """Mask a CRC for storage by rotating it and adding a constant, because CRCs of data that contains CRCs are weak."""
+    """Mask a CRC for storage by rotating it and adding a constant, because a CRC of data that contains CRCs is weak."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -306,7 +306,7 @@ def _handle(cursor: Cursor) -> _Handle:
 
 
 def _block(content: bytes, handle: _Handle, end: int) -> bytes:
-    """Verify the checksum of a block, and return its uncompressed content."""
+    """Verify the checksum of a block, and return its uncompressed contents."""
     stop = handle.offset + handle.size
     if stop + _TRAILER_BYTES > end:
         raise DamagedCheckpointError(

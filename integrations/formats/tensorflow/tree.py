@@ -1,4 +1,4 @@
-"""Read the files of a TensorFlow checkpoint, and build a tree from its values and object graph.
+"""Read the files of a TensorFlow checkpoint, and build a tree from the values and the object graph.
 
 A checkpoint is identified by a prefix, such as ``dir/ckpt-5``. Its files are the index ``dir/ckpt-5.index`` and
 numbered data files, such as ``dir/ckpt-5.data-00000-of-00001``, in the format of
@@ -43,14 +43,14 @@ from .index import (
     text,
 )
 
-MOST_LEAVES = 1 << 16  # maximum number of elements of a string tensor that is split into leaves
+MOST_LEAVES = 1 << 16  # maximum number of elements in a string tensor that is split into leaves
 _CHECKSUM_BYTES = 4
-_PADDING = 4  # maximum size of a bytes array padded to its longest element, as a multiple of the text size
+_PADDING = 4  # maximum size of a padded bytes array, as a multiple of the text size
 _SMALL = 1 << 20  # bytes; padded arrays up to about this size are always accepted
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
-    """Return text as one leaf; variants and text that a numpy bytes array cannot hold become lists of leaves."""
+    """Return text as one leaf, or as lists of leaves for variants and text that a numpy bytes array cannot hold."""
     shape = entry.shape
     if not shape:
         return texts[0]
@@ -71,7 +71,7 @@ def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode a string tensor, which stores all lengths before the text, and verify both of its checksums."""
+    """Decode a string tensor, which consists of all lengths followed by the text, and verify both checksums."""
     if not data and not entry.count:
         return []
     cursor = Cursor(data, "its text")
@@ -92,7 +92,7 @@ def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 
 def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode serialized variants, each preceded by its length and followed by a running checksum."""
+    """Decode serialized variants. Each of them is preceded by its length and followed by a running checksum."""
     cursor, crc = Cursor(data, "its text"), 0
     messages: list[bytes] = []
     for _ in range(entry.count):
@@ -154,7 +154,7 @@ class Bundle:
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
-        """Reject string tensors that claim more bytes than the files contain, before any text is read."""
+        """Before any text is read, reject string tensors that claim more bytes than the files contain."""
         texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
         files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
         sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
@@ -246,7 +246,7 @@ GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # name of the tensor that holds the 
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # attribute name of an object with a single value
 _SLOTS = "slots"  # parent key of optimizer slots, as in graphs saved by holdfast
-_SHARING = 16  # limit on the average number of objects that share a value, which is two in practice
+_SHARING = 16  # limit on the average number of objects that share a value; two are typical
 _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 
@@ -255,9 +255,9 @@ class ObjectNode:
     """An object in the object graph."""
 
     children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, keyed by edge name
-    # Pairs of attribute name and tensor name; the tensor name may be a prefix shared by several tensors.
+    # Pairs of attribute name and tensor name. The tensor name may also be a prefix that several tensors share.
     attributes: list[tuple[str, str]] = field(default_factory=list)
-    # Optimizer slots: node index of the variable, slot name, node index of the slot's value.
+    # For each optimizer slot: node index of the variable, slot name, and node index of the slot's value.
     slots: list[tuple[int, str, int]] = field(default_factory=list)
 
 
@@ -273,7 +273,7 @@ def decode_objects(message: bytes) -> list[ObjectNode]:
 
 
 def object_path(key: str) -> tuple[str, ...]:
-    """Convert a tensor name of an object graph to the path of its leaf in the tree.
+    """Convert the name of a tensor in an object graph to the path of its leaf in the tree.
 
     >>> object_path("net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE")
     ('adam', 'slots', 'net', 'l1', 'kernel', 'm')
@@ -289,11 +289,11 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dict[str, Any]:
-    """Convert an object graph to a holdfast document; objects other than single values get an ``.ATTRIBUTES`` edge."""
+    """Convert an object graph to a holdfast document. Objects other than single values get an ``.ATTRIBUTES`` edge."""
     keys = sorted(names)
     documents: list[dict[str, Any]] = [{} for _ in nodes]
     owners: dict[str, int] = {}
-    same = list(range(len(nodes)))  # canonical node index; objects with the same value are merged
+    same = list(range(len(nodes)))  # canonical index of each node; objects that share a value are merged
     budget = _SHARING * (len(keys) + len(nodes))
     for number, node in enumerate(nodes):
         values = [(key, names[key]) for _, beginning in node.attributes for key in _matching(keys, beginning, budget)]
@@ -339,7 +339,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensor names of an attribute: the exact name or, for a lookup table, all names with this prefix."""
+    """Yield the tensor names of an attribute: an exact match or, for a lookup table, all names with the prefix."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
@@ -360,7 +360,7 @@ Path = tuple[str, ...]
 
 
 class BundleTree(StoredTree, NamedVariables):
-    """The values of a checkpoint, accessible as a tree or by TensorFlow name, with their object graph."""
+    """The values and object graph of a checkpoint. Values are accessible as a tree or by TensorFlow name."""
 
     variables: NamedVariables  # refers to the tree itself
     _bundle: Bundle
@@ -442,7 +442,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Change the path of each value that is below another, such as the slot ``w/Adam`` below ``w`` in TensorFlow 1."""
+    """Change the paths of values below other values. (In TensorFlow 1, the slot ``w/Adam`` lies below ``w``.)"""
     values = set(paths.values())
     arranged = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(arranged.values())
@@ -453,7 +453,7 @@ def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _beside(path: Path, values: Collection[Path]) -> Path:
-    """Return a path that does not pass through a value, by joining the keys from the value onward into one."""
+    """If a path passes through a value, join the keys from the value onward into a single key."""
     for length in range(1, min(len(path), MAX_DEPTH)):
         if path[:length] in values:
             return (*path[: length - 1], "/".join(path[length - 1 :]))

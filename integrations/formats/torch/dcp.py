@@ -1,11 +1,11 @@
 """Read torch.distributed.checkpoint folders (``.metadata`` and ``*.distcp``) without torch, and write them with torch.
 
-``.metadata`` is a pickle of dataclasses from ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only class
-names and attributes are read, and nothing is imported. Nested keys are restored if the metadata contains their paths,
-which the default planner writes; otherwise, the whole name of an entry is one key.
+``.metadata`` is a pickle of dataclasses from ``torch.distributed.checkpoint.metadata`` and ``.filesystem``. Only class
+names and attributes are read; nothing is imported. The default planner also writes the paths of nested keys, which are
+then restored. Without these paths, the full name of an entry is a single key.
 
-If processes save without a common plan (``use_collectives=False``), each one writes a file ``__<rank>.metadata`` and
-its own copies of replicated entries. The tree consists of the shards from all processes; copies must be equal.
+If processes save without a common plan (``use_collectives=False``), each process writes a file ``__<rank>.metadata``
+and its own copies of replicated entries. The tree combines the shards from all processes; copies must be equal.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _OPEN_FILES = 32
 _LARGEST = 1 << 62
 # Matches any 1.x version of torch's ZStandard extension.
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
-_FRAMES = 8  # maximum number of zstd frames per entry; flushes add empty frames
+_FRAMES = 8  # maximum number of zstd frames per entry (flushing adds empty frames)
 _RATIO = 1 << 16  # maximum compression ratio
-_ARCHIVE = 1 << 20  # bytes; maximum overhead of a single-tensor archive
+_ARCHIVE = 1 << 20  # bytes; maximum overhead of an archive that contains one tensor
 
 Ints = tuple[int, ...]
 
@@ -78,12 +78,12 @@ class Extent(NamedTuple):
     is_compressed: bool
 
 
-# Maps an entry name and the start index of a part to an extent; the start is None for objects other than tensors.
+# Maps an entry name and a part's start index to the part's extent. For objects other than tensors, the index is None.
 Places = Mapping[tuple[str, Ints | None], Extent]
 
 
 class _Tensor(NamedTuple):
-    """A tensor as described by one metadata file."""
+    """The description of a tensor in a metadata file."""
 
     shape: Ints
     dtype: TorchDType
@@ -111,7 +111,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 def _files_of_ranks(location: Location, names: frozenset[str]) -> list[str]:
-    """Return the metadata files of all ranks, in rank order; raise DamagedCheckpointError if one is missing."""
+    """Return the metadata file of each rank, in rank order; raise DamagedCheckpointError if a file is missing."""
     ranks = {int(match[1]): name for name in names if (match := _OF_RANK.fullmatch(name)) is not None}
     missing = next(rank for rank in itertools.count() if rank not in ranks)
     if missing < len(ranks):
@@ -147,7 +147,7 @@ class _Folder:
             return nested(leaves, root_is_dict=True)
 
     def _value(self, name: str, entries: Sequence[_Tensor | Extent]) -> Any:
-        """Return the value of an entry: a lazy tensor, or another object."""
+        """Return the value of an entry. Tensors are returned lazily; other objects are read immediately."""
         tensors = [entry for entry in entries if isinstance(entry, _Tensor)]
         objects = [entry for entry in entries if not isinstance(entry, _Tensor)]
         if tensors and not objects and all(entry[:2] == tensors[0][:2] for entry in tensors):
@@ -184,7 +184,7 @@ class _Folder:
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
     def _part(self, name: str, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-        """Locate a tensor in an extent, which is a torch archive or a safetensors file shared by several tensors."""
+        """Locate a tensor in an extent, which is either a torch archive or a safetensors file with several tensors."""
         if extent.is_compressed:
             return self._compressed_part(name, extent, dtype, shape)
         tensors = self._headers.get((extent.file, extent.offset))
@@ -221,7 +221,7 @@ class _Folder:
         return self._whole(extent).read(extent.offset, extent.length)
 
     def _checksums(self, extent: Extent) -> Any:
-        """Return checksums of the content of an extent, for comparing copies."""
+        """Return checksums of the contents of an extent, for comparing copies of an entry."""
         if not extent.is_compressed and (extent.file, extent.offset) not in self._headers:
             records = self._archive(extent).records
             data = {name: record[1:] for name, record in records.items() if name.startswith("data")}
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name, path, and content of every entry; the content is a tensor or another object's extent."""
+    """Return the name and path of every entry, with the tensor's description or the other object's extent."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
@@ -286,15 +286,15 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
-            continue  # processes with empty shards may all refer to the same extent
-        if start in parts:  # a small pickle could repeat a part many times, and every repetition would be read
+            continue  # all processes with empty shards may refer to the same extent
+        if start in parts:  # a small pickle could repeat a part many times, and all of them would be read
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
     return _Tensor(shape, named_dtype(dtype), {(start, size): extent for start, (size, extent) in parts.items()})
 
 
 def _checked(name: str, stored: Any, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-    """Return the stored part of a tensor after checking that its dtype and shape match the metadata."""
+    """Return the stored part of a tensor, checking that its dtype and shape match the metadata."""
     if not isinstance(stored, StoredArray):
         raise DamagedCheckpointError(f"{extent.file} does not hold the tensor {name!r:.200}")
     part = stored.whole()
@@ -310,7 +310,7 @@ def _bytes_of(part: StoredPart, content: bytes) -> Bytes:
 
 
 def _in_memory(value: Any, content: bytes) -> Any:
-    """Replace the lazy tensors in an object with arrays that view the decompressed content."""
+    """Replace the lazy tensors in an object with arrays that are views of the decompressed data."""
     if isinstance(value, StoredArray):
         part = value.whole()
         return part.array(_bytes_of(part, content))
@@ -371,17 +371,17 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
     return value
 
 
-# ---- folders written by torch, and read back to verify them
+# ---- writing folders with torch, and verifying them
 #
-# The save plan contains tensors without memory, and the planner reads an array when torch needs its data. Because torch
-# holds all arrays of a file in memory until the file is written, only a small tree is written as a single file. In a
-# large tree, each array gets its own file, so at most two arrays are in memory at a time.
+# The save plan contains tensors without memory; the planner reads an array only when torch needs its data. Torch holds
+# all arrays of a file in memory until it has written the file, so only a small tree is written as a single file. In a
+# large tree, each array gets its own file, so that at most two arrays are in memory at a time.
 
 _ONE_FILE = 256 << 20  # bytes; maximum size of a tree that is written as a single file
 
 
 def export_dcp(source: TreeSource, destination: Location) -> None:
-    """Write a tree atomically with ``torch.distributed.checkpoint.save``, in this process alone, and verify it."""
+    """Write a tree atomically with ``torch.distributed.checkpoint.save``, using only this process, and verify it."""
     if destination.exists():
         raise CheckpointExistsError(f"{destination} exists already; choose another destination")
     if not destination.is_local:
@@ -423,7 +423,7 @@ def export_dcp(source: TreeSource, destination: Location) -> None:
                 library.save(tree, storage_writer=writer, planner=Planner(), **options)
         except library.CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            # Closing torch's archive masks the original I/O error.
+            # Raise the original I/O error, which is masked by an error from closing torch's archive.
             raise (cause.__context__ if isinstance(cause.__context__, OSError) else cause) from error
         written = recognise(partial, frozenset(entry.name for entry in partial.entries()))
         problems = ["it is not recognised"] if written is None else list(map(str, written.source.verify()))

@@ -4,8 +4,8 @@ The files are zip archives with uncompressed records for the pickle (``data.pkl`
 (``data/0``, ...), in a folder with an arbitrary name (see ``torch.serialization``).
 
 Containers keep their types, and tensors become arrays. Keys of a state dict, such as ``layers.0.weight``, are not
-split. Objects of other classes cannot be created without their code. In Lightning checkpoints, they are left out and
-reported, except in weights and optimizer states. There, and in all other files, loading them is an error.
+split. Objects of other classes cannot be created without their code, so loading them is an error. The exception is
+Lightning checkpoints, where such objects outside weights and optimizer states are left out and reported.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .pickles import Inert, Name, shown, unpickle
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_NEEDED = ("state_dict", "optimizer_states")  # members of a Lightning checkpoint that are never pruned
-_VISITS = 200_000  # limit on visited tree nodes, plus one per byte of the pickle; a shared container counts each time
+_NEEDED = ("state_dict", "optimizer_states")  # members of a Lightning checkpoint from which nothing is left out
+_VISITS = 200_000  # base limit on visited nodes, to which the pickle size in bytes is added
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes; small reads fetch this much, because the next read is likely to be close by
+_BLOCK = 256 << 10  # bytes; minimum size of a read, because the next read is likely to be nearby
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -61,7 +61,7 @@ class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unles
 
 
 class TorchArchive:
-    """A torch.save archive at an ``offset`` in a larger file; record offsets are relative to that file."""
+    """A torch.save archive at an ``offset`` in a larger file. Record offsets are relative to the larger file."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -115,11 +115,11 @@ class TorchArchive:
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         if begin + info.file_size > self._size:
             raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
-        # Writers that do not compute checksums store zero.
+        # Zero means that the writer did not compute a checksum.
         return Record(self._offset + begin, info.file_size, info.CRC or None)
 
     def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
-        """Verify the checksums of all records; yield the name of each damaged record and the reason."""
+        """Verify the checksums of all records; yield the name of each damaged record and the problem."""
         for name, record in self.records.items():
             checksum = 0
             try:
@@ -163,7 +163,7 @@ class _Extent(io.RawIOBase):
 
 
 def opened(reader: DataReader, offset: int, size: int) -> BinaryIO:
-    """Open a byte range of a file as a buffered file object; small reads fetch a whole block."""
+    """Open a byte range of a file as a buffered file object, for which small reads fetch a whole block."""
     if offset + size > reader.size:
         raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
     if size <= _BLOCK:
@@ -201,11 +201,11 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 _STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOTALL)
-_DISTRIBUTED = ".metadata"  # file that identifies a ``.ckpt`` directory saved by several processes
+_DISTRIBUTED = ".metadata"  # file present in every ``.ckpt`` directory saved by several processes
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find a Lightning run's ``.ckpt`` files; the step of each is in its name or, failing that, in its content."""
+    """Find a Lightning run's ``.ckpt`` files, and determine the step of each from its name or else its contents."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
@@ -218,11 +218,11 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
             begin = first_bytes(file, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # skip damaged files, because their step is unknown
+            with contextlib.suppress(DamagedCheckpointError):  # the step of a damaged file is unknown
                 checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
-            # A file named after its step takes precedence over `last.ckpt`. Lightning appends `-v1` if a name is taken.
+            # Prefer a file named after its step to `last.ckpt`. Lightning appends `-v1` to a name if it is taken.
             candidate = (match is not None, len(entry.name), entry.name)
             files[step] = max(candidate, files.get(step, candidate))
     return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in files.items()})
@@ -236,7 +236,7 @@ def read_object(archive: TorchArchive, file: str = "") -> Any:
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data with `Unreadable`; with ``needed``, remove them from members not listed there.
+    """Replace objects that are not data with `Unreadable`. If ``needed`` is given, remove them from all other members.
 
     ``none`` allows None as a dictionary key, for dictionaries that are never stored as a tree.
     """
@@ -257,7 +257,7 @@ def without_objects(
 @dataclass
 class _Walk:
     left_out: list[str]
-    visits: int  # remaining budget of nodes to visit
+    visits: int  # number of nodes that may still be visited
     none: bool  # whether None is allowed as a dictionary key
 
     def visit(self, value: Any, path: str, depth: int) -> Any:
@@ -317,7 +317,7 @@ def _leaf(value: Any) -> Any:
 
 
 def export_torch(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
-    """Write a tree with ``torch.save``, atomically and durably; the whole tree is held in memory."""
+    """Write a tree with ``torch.save``, atomically and durably. The entire tree is held in memory."""
     check_destination(destination, overwrite=overwrite)
     try:
         import torch
@@ -332,7 +332,7 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
     with replacing(destination) as partial, os_errors(str(destination), "write"), open(partial, "xb") as file:
         try:
             torch.save(tree, file)
-        except RuntimeError as error:  # closing torch's archive masks the original I/O error
+        except RuntimeError as error:  # raised on closing the archive, masking the original I/O error
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -358,9 +358,9 @@ def templates(source: TreeSource) -> list[Any]:
 def plain(torch: Any, value: Any) -> Any:
     """Replace objects that ``weights_only`` rejects: defaultdicts, deques, numpy arrays, and numpy scalars."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)  # the data of PRNG keys is a numpy array
+        return torch.from_numpy(value)  # the data of a PRNG key
     if isinstance(value, np.generic):
-        return value.item()  # packed sequences contain numpy scalars
+        return value.item()  # from a packed sequence
     if isinstance(value, dict):
         container: Any = dict if isinstance(value, defaultdict) else type(value)
         return container({key: plain(torch, item) for key, item in value.items()})

@@ -1,4 +1,4 @@
-"""Build the objects in torch pickles: tensors, which are views of storages, and a few other classes of plain data.
+"""Build the objects in torch pickles: tensors (views of storages), and a few other classes that contain plain data.
 
 The builders follow the definitions in `torch._utils` and `torch._weights_only_unpickler`.
 """
@@ -24,7 +24,7 @@ from .pickles import Builder, Inert, Name, Stateful, shown
 ByteOrder = Literal["<", ">"]
 _LARGEST = 1 << 62
 _AXES = 64
-# Supported dtype names; the last line lists quantized and packed dtypes, which are read as bytes.
+# Supported dtype names. Those in the last line are quantized and packed dtypes, which are read as bytes.
 _DTYPES = COMMON_DTYPES | {
     *("complex32", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -48,7 +48,7 @@ _STORAGES = {
 
 
 def named_dtype(dtype: object) -> TorchDType:
-    """Return the torch dtype that a pickle refers to by name."""
+    """Return the torch dtype for a name in a pickle."""
     name = dtype.attribute if isinstance(dtype, Name) and dtype.module == "torch" else ""
     if name in _DTYPES:
         return torch_dtype(name)
@@ -83,7 +83,7 @@ class Storage:
         *,
         elements: TorchDType | None = None,
     ) -> StoredArray:
-        """Return a tensor as a view of this storage after checking the offset, shape, and strides."""
+        """Check the offset, shape, and strides of a tensor, and return it as a view of this storage."""
         elements = elements or self.elements
         shape, strides = sizes(size), sizes(stride)
         if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset <= _LARGEST:
@@ -118,7 +118,7 @@ class Storage:
 
 
 def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrder) -> Callable[[Any], Storage]:
-    """Return the function that resolves the persistent ids of a pickle to storages."""
+    """Return a function that maps a persistent id in a pickle to the storage that it refers to."""
 
     def find(identity: Any) -> Storage:
         if type(identity) is not tuple or len(identity) < 5 or identity[0] != "storage":
@@ -153,7 +153,7 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """Return the function that undoes torch's lazy conjugation or negation; None if neither bit is set."""
+    """Return a function that applies a conjugation or negation that torch deferred; None if neither bit is set."""
     marks = metadata if isinstance(metadata, dict) else {}
     conjugate, negate = marks.get("conj") is True, marks.get("neg") is True
     if not conjugate and not negate:
@@ -167,7 +167,7 @@ def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
 
 
 class _Array(Stateful):
-    """A numpy array in a pickle, which is created empty and then filled by the opcode ``BUILD``."""
+    """Wraps a numpy array in a pickle. The array is created empty, and the opcode ``BUILD`` then fills it."""
 
     def __init__(self, *_: Any) -> None:
         self.value: NDArray[Any] | Unreadable | None = None
@@ -186,7 +186,7 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """A numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
+    """Wraps a numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.value: Any = None
@@ -219,7 +219,7 @@ def _encode(text: Any, encoding: Any = None) -> bytes:
 
 
 def plain_array(value: Any) -> Any:
-    """Return the numpy array built from a pickle; return any other value unchanged."""
+    """If the value is an unpickled array, return the numpy array that it wraps; otherwise return it unchanged."""
     if isinstance(value, _Array):
         if value.value is None:
             raise DamagedCheckpointError("a numpy array has no elements")
@@ -238,7 +238,7 @@ def _device(device_type: Any, index: Any = None) -> str:
 
 
 def _typed(function: Any, tensor_type: Any, arguments: Any, state: Any) -> Any:
-    """Build a tensor with attributes; plain tensor types lose the attributes, and other types become inert objects."""
+    """Build a tensor with attributes. Plain tensors lose the attributes; tensor subclasses become inert objects."""
     builder = BUILDERS.get(function) if isinstance(function, Name) else None
     if builder is None or tensor_type not in _TENSOR_TYPES:
         return Inert(tensor_type if isinstance(tensor_type, Name) else Name("torch", "Tensor"), (arguments, state))

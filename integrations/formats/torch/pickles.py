@@ -1,8 +1,8 @@
 """Read pickles without executing code or importing the classes and functions that they refer to.
 
 A pickle is a program for a small stack machine. This module interprets only the opcodes that build data. A name
-(``GLOBAL``) becomes a :class:`Name`, and calling it creates an :class:`Inert` object that only records the call, unless
-the caller provides a builder for that name. At worst, a hostile pickle can therefore produce unexpected data.
+(``GLOBAL``) becomes a :class:`Name`. Unless the caller provides a builder for the name, a call only creates an
+:class:`Inert` object that records it. At worst, a hostile pickle can therefore produce unexpected data.
 
 :mod:`pickletools` describes the opcodes of protocols 2 to 5 and decodes their arguments, without executing anything.
 """
@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inert:
-    """A record of a call in a pickle, which is never executed."""
+    """Records a call in a pickle instead of executing it."""
 
     name: Name
     arguments: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class of objects that builders return and whose state is set by the opcode ``BUILD``."""
+    """Base class for objects that builders return and that the opcode ``BUILD`` then gives a state."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
@@ -47,16 +47,16 @@ class Stateful(abc.ABC):
 
 
 def shown(value: Any) -> str:
-    """Format a pickled value for error messages, without the contents of containers, which may be huge or cyclic."""
+    """Format a pickled value for error messages, omitting the contents of containers, which may be huge or cyclic."""
     if type(value) is str or value is None or (type(value) is int and abs(value) < 1 << 63):
         return f"{value!r:.100}"
     return str(value)[:100] if isinstance(value, Name) else f"a {type(value).__name__}"
 
 
-_LONGEST_INT = 1 << 23  # bits; converting longer integers to text takes Python minutes
+_LONGEST_INT = 1 << 23  # bits; Python would take minutes to convert longer integers to text
 
 Builder = Callable[..., Any]
-"""Builds the object for a name from untrusted arguments; errors such as ValueError become DamagedCheckpointError."""
+"""Builds an object from untrusted arguments. Errors such as ValueError are raised as DamagedCheckpointError."""
 
 _MARK = object()  # stack marker at the start of a group of values
 
@@ -64,7 +64,7 @@ _MARK = object()  # stack marker at the start of a group of values
 def unpickle(
     data: bytes | memoryview, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return the object in a pickle; ``persistent`` resolves the persistent ids of objects outside the pickle."""
+    """Return the object in a pickle; ``persistent`` maps a persistent id to an object outside the pickle."""
     machine = _Machine(builders, persistent)
     content, push = io.BytesIO(data), machine.stack.append
     try:
@@ -78,7 +78,7 @@ def unpickle(
         return machine.pop()
     except DamagedCheckpointError:
         raise
-    # Warning is included because pickletools warns about backslashes in names, and programs may turn it into an error.
+    # Also catch Warning: pickletools warns about backslashes in names, and the program may turn warnings into errors.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, Warning) as error:
         raise DamagedCheckpointError(f"the pickle is damaged at byte {content.tell()}: {error}") from error
 
@@ -136,7 +136,7 @@ class _Machine:
     def name(self, module: Any, attribute: Any) -> None:
         if type(module) is not str or type(attribute) is not str:
             raise ValueError("a name in it is not text")
-        # Protocol 2, which torch writes, uses the Python 2 name of ``builtins``.
+        # Protocol 2, which torch writes, refers to ``builtins`` by its Python 2 name.
         self.stack.append(Name("builtins" if module == "__builtin__" else module, attribute))
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> None:
@@ -144,7 +144,7 @@ class _Machine:
             raise ValueError("it calls something that is not a name")
         if keywords:
             arguments = (*arguments, keywords)
-        if isinstance(function, Inert):  # a class or function that is itself the result of an unexecuted call
+        if isinstance(function, Inert):  # the callee is itself the result of a recorded call
             self.stack.append(Inert(function.name, arguments))
         else:
             builder = self.builders.get(function)
@@ -196,7 +196,7 @@ class _Machine:
             target.set_state(state)
         elif isinstance(target, Inert):
             target.state = state
-        elif not isinstance(target, dict):  # ignore the attributes of dictionary subclasses
+        elif not isinstance(target, dict):  # the attributes of dictionary subclasses are ignored
             raise ValueError(f"it sets the state of a {type(target).__name__}")
 
 
@@ -204,7 +204,7 @@ class _Machine:
 _PUSHED = frozenset({"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}) | {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 }
-# Actions for the other opcodes, called with the opcode's argument. STOP leaves the result on the stack.
+# Maps other opcodes to actions, which are called with the opcode's argument. STOP leaves the result on the stack.
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda *_: None),
     **dict.fromkeys(("LONG1", "LONG4"), _Machine.integer),
