@@ -1,7 +1,7 @@
 """Msgpack, with arrays in the encoding defined by Flax.
 
-Msgpack is specified at https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1 whose
-content is the msgpack encoding of its shape, the name of its dtype, and its bytes in C order:
+Msgpack is specified at https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1. It
+contains the msgpack encoding of the array's shape, the name of its dtype, and its bytes in C order:
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -82,7 +82,7 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """Decodes values. Containers grow element by element, because msgpack would trust their declared sizes."""
+    """A decoder in which containers grow element by element, because msgpack would trust their declared sizes."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily because few programs read msgpack

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 # Maximum number of concurrent small requests or range reads over a network. Waiting threads cost little.
 REQUESTS = 16
-UPLOADS = 8  # maximum number of concurrent uploads of data files; small because some are copied to memory first
+UPLOADS = 8  # maximum number of concurrent uploads of data files; low because some files are copied to memory first
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
