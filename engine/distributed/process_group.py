@@ -131,7 +131,7 @@ class ProcessGroup:
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Call ``work`` on process 0 with all processes' JSON values; on all, return its result or raise OptionError."""
+        """Run ``work`` on process 0 with all processes' JSON values; on all, return its result or raise OptionError."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:

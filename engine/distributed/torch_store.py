@@ -207,7 +207,7 @@ _ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the 
 def _announce(
     starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Send the name of this start to each process that requests it; on exit, store it for the remaining processes."""
+    """Send the name of this start to each process that requests it; on exit, store the name for the others."""
     others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
     with contextlib.suppress(ConnectionError):  # the store or this process is ending
@@ -228,7 +228,7 @@ def _announce(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start stored on exit, or None if it is still running."""
+    """Return the name that process 0 of this start stored on exit, or None if process 0 is still running."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()

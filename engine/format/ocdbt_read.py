@@ -210,8 +210,8 @@ class _Reference(NamedTuple):
 class Database:
     """The newest version of a database. Nodes are read only when their keys are needed.
 
-    A malicious tree can refer to a node many times, so that a small file describes a huge database. Therefore, all
-    nodes count towards a single memory limit, which is raised only for nodes that do not overlap other nodes.
+    A malicious tree can refer to a node many times, to make a small file describe a huge database. Therefore, all nodes
+    count towards a single memory limit, which is raised only for nodes that do not overlap other nodes.
 
     If ``checksums`` is False, the checksums that holdfast writes after leaf nodes are not read.
     """
@@ -366,8 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually, all values are equal. Compare their sizes too: values that consist of zero bytes may differ only in
-        # size.
+        # Usually, all values are equal. Compare sizes too: values of only zero bytes may differ in size.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:

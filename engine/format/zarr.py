@@ -25,8 +25,7 @@ class Stored(NamedTuple):
 
     data_type: str  # name of the zarr data type
     numpy: DType  # the same type as a little-endian numpy dtype
-    # None if elements are stored as they are. Otherwise, the bytes of each element are stored along an additional
-    # trailing axis of this size.
+    # Size of an additional trailing axis that holds the bytes of each element; None if elements are stored as they are.
     extra: int | None
 
 

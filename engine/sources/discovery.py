@@ -185,7 +185,7 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Return whether a run has no steps in its directory; raise CheckpointExistsError if all steps are from other runs."""
+    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
     # If this run has ``begun``, another callback of the program, such as Lightning's ModelCheckpoint, may have written
     # the files of another library. Single checkpoints written by hf.save or for graphs do not count as runs.
     all_steps = find_steps(location)

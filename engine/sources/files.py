@@ -49,7 +49,7 @@ def total_bytes(location: Location) -> int:
         return 0
     if not location.is_directory():
         return _size(os.fspath(location))
-    sizes = {}  # by device and inode of the folder
+    sizes = {}  # keyed by the device and inode of the folder
     for folder, folders, files in os.walk(location, followlinks=True):
         status = os.stat(folder)
         if (identity := (status.st_dev, status.st_ino)) in sizes:  # symlinks may form a cycle
@@ -60,7 +60,7 @@ def total_bytes(location: Location) -> int:
 
 
 def entry_size(folder: Location, entry: Entry) -> int:
-    """Return the size of a file in bytes, opening it if the listing has no size; 0 for a directory."""
+    """Return the size of a file in bytes, opening the file if the listing has no size; 0 for a directory."""
     if entry.is_directory or entry.size is not None:
         return entry.size or 0
     with (folder / entry.name).open_data() as file:

@@ -149,7 +149,7 @@ def open_at(location: Location) -> CheckpointSource:
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Divide the progress of a call that reads checkpoints: yield a share for each of them, proportional to its size."""
+    """Divide the progress of a call that reads checkpoints: yield a share for each one, proportional to its size."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:

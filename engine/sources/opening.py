@@ -1,4 +1,4 @@
-"""``hf.open``, which opens a checkpoint as a tree of array handles. Indexing a handle reads only the selected elements."""
+"""``hf.open``, which opens a checkpoint as a tree of array handles. Indexing a handle reads only selected elements."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class ArrayHandle:
         assert leaf.saved.dtype is not None
         self._leaf = leaf
         self._address = address
-        self._opened = opened  # None in another process, which opens the tree on the first read
+        self._opened = opened  # None after unpickling in another process; the first read then opens the tree
         self._chunks = chunks
         self.shape: tuple[int, ...] = leaf.saved.shape
         self.dtype: np.dtype[Any] = leaf.saved.dtype

@@ -49,7 +49,7 @@ class _Branch(dict[str | int, Any]):
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Build nested dicts from paths and values; those with the keys ``number(0)``, ``number(1)``, ... become lists."""
+    """Build nested dicts from paths and values; dicts with the keys ``number(0)``, ``number(1)``, ... become lists."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -94,7 +94,7 @@ OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the named leaves and the containers that become empty."""
+    """Return a tree without the given leaves and without the containers that they leave empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}

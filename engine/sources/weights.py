@@ -84,7 +84,7 @@ def load_weights(
     """Load a model's weights from any checkpoint that holdfast can read.
 
     Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` matches the nested
-    ``layers/0/weight``. The weights may be the whole checkpoint, or be in a container such as ``params`` or
+    ``layers/0/weight``. The weights may be the whole checkpoint or a container in it, such as ``params`` or
     ``state_dict``. If ``misfits`` is given, weights that do not fit are added to it and keep the template's values.
     """
 

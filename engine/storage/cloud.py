@@ -114,7 +114,7 @@ class CloudBackend(ObjectStoreBackend):
 
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables that configure the service, as sorted pairs of name and value."""
+        """Return the environment variables that configure the service, as sorted (name, value) pairs."""
         return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _UNCACHED = {"skip_instance_cache": True}  # each backend gets its own connections
 
-# Unsupported schemes: read-only ones, and those that refer to another address.
+# Unsupported schemes, which are read-only or refer to another address.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
 # Object stores, which replace objects atomically.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})

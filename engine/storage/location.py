@@ -585,7 +585,8 @@ class Location:
             size: The expected length, if known. The first request to an object store is then the first read, which
                 raises ObjectNotFoundError if there is no such object. Bytes beyond this length are never requested.
             cached: Whether to read from a disk through the page cache, which pays off if several processes read the
-                same bytes. None means that reads switch to the page cache when another such reader opens the file.
+                same bytes. None means that reads switch to the page cache when another reader with ``cached=None``
+                opens the file.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.

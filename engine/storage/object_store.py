@@ -43,7 +43,7 @@ RETRIES = 8  # maximum retries per request; if the service stays unreachable, th
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning is logged about a pending request
 SLOWEST = 64 << 10  # minimum transfer speed, in bytes per second, that time limits allow for
-# No object has this many bytes, so the size of the object is checked before a read that begins at a larger offset.
+# No object is larger than this number of bytes. Before a read at a larger offset, the object's size is checked.
 _LONGEST_RANGE = 1 << 50
 GARBLED = 3  # maximum attempts at a request if the responses cannot be parsed
 UNKNOWN_SIZE = 32 << 20  # object length in bytes assumed for time limits if the actual length is unknown

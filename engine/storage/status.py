@@ -44,7 +44,7 @@ _UNREADABLE = frozenset(
 """Error numbers that indicate a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
 _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
-"""Error numbers raised when one of our files is opened, replaced or removed, but the path is not a regular file."""
+"""Error numbers raised by opening, replacing or removing one of our files if its path is not a regular file."""
 
 
 class UnknownSchemeError(InvalidLocationError):
