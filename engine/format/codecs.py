@@ -24,7 +24,7 @@ from ..errors import DamagedCheckpointError
 
 Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
-LEVELS = range(1, 23)  # zstd compression levels, from the fastest to the smallest
+LEVELS = range(1, 23)  # zstd compression levels, from the fastest to the one with the smallest output
 
 _PART = 1 << 20  # bytes decompressed at a time; allocating memory for larger parts takes longer than decompression
 _HELD = 64 << 10  # maximum number of bytes hashed at a time without releasing the GIL
@@ -131,7 +131,7 @@ def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
 
 
 def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Iterator[bytes]:
-    """Yield the decompressed content of frames in parts that fit in the CPU cache."""
+    """Yield the decompressed contents of frames in parts that fit in the CPU cache."""
     stated = _stated_size(frame)
     if stated is not None and stated > limit:
         raise DamagedCheckpointError(f"its zstd frame promises {stated} bytes, more than the limit of {limit}")

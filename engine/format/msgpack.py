@@ -28,7 +28,7 @@ _LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of encoded l
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _KEYS = (str, int, bytes, type(None))
 
-# Builds the value of an extension from its type, its content, and the number of enclosing containers.
+# Builds the value of an extension from its type, its contents, and the number of enclosing containers.
 Extension = Callable[[int, bytes, int], Any]
 Mapper = Callable[[dict[Any, Any]], Any]
 
@@ -52,7 +52,7 @@ def encode_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def decode_array(content: bytes) -> NDArray[Any]:
-    """Decode the content of an array extension; the result is read-only."""
+    """Decode the contents of an array extension; the result is read-only."""
     parts = decode_msgpack(content)
     if not isinstance(parts, list) or len(parts) != 3:
         raise DamagedCheckpointError("an array is damaged: expected its shape, dtype and bytes")

@@ -2,7 +2,7 @@
 
 A database consists of a manifest and the nodes of a B+tree, which are stored in data files. The manifest locates the
 root node of each version. A node begins with a table of the files that it refers to. It stores its entries in columns,
-and omits from each key the prefix that the key shares with the previous one. The manifest and the nodes are frames,
+and omits from each key the prefix that the key shares with the previous key. The manifest and the nodes are frames,
 which consist of a magic number, length, version, compression method, body and checksum. The format is documented at
 https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """

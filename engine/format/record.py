@@ -159,7 +159,7 @@ class FileRecord:
     crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
     # If this zip file contains the zip files of several processes: the length in bytes and the digest of each.
     members: tuple[tuple[int, int], ...] = ()
-    # If this zip file is inside another: its offset there, and the length of the enclosing zip file. Not stored.
+    # If this zip file is inside another zip file: its offset in that file, and the length of that file. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)

@@ -1,7 +1,7 @@
 """Finds the checkpoint or the directory of steps that a path refers to, written by holdfast or another library.
 
 All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote or, if there are
-none, those of another library. ``engine/steps.py`` defines the rules for holdfast's steps. For other libraries, the
+none, the steps of another library. ``engine/steps.py`` defines the rules for holdfast's steps. For other libraries, the
 format defines which steps belong together; the newest step is the one recorded as such by the writer, or the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``

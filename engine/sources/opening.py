@@ -129,7 +129,7 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
-        # Files of other libraries do not show which checkpoint they belong to, so check that none was replaced.
+        # Files of other libraries do not show which checkpoint they belong to, so check that no file was replaced.
         now = _identities(tree) if self._files else {}
         if any(now.get(path, mark) != mark for path, mark in self._files.items()):
             raise _replaced(checkpoint.location, checkpoint.format)

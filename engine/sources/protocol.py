@@ -116,7 +116,7 @@ class CheckpointSource(Protocol):
         return tree
 
     def items_to_load(self) -> list[str]:
-        """Return the items to load if none is named, by default all trees and JSON documents."""
+        """Return the items to load if the caller names none; by default, all trees and JSON documents."""
         wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
         if not wanted:
             raise OptionError(

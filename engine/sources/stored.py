@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build a tree document from leaf numbers and empty containers; return it and the leaf numbers in tree order."""
+    """Build a tree document from leaf numbers and empty containers; also return the leaf numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -176,7 +176,7 @@ class StoredPart:
     is_intact: Callable[[Bytes], bool] | None = None
     # A function to apply to the elements after reading, such as complex conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    # A function that decodes the bytes to elements, for example by decompression, or None if they are plain elements.
+    # A function that decodes the bytes to elements, for example by decompression, or None if the bytes are elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:

@@ -2,8 +2,8 @@
 
 Bulk data files bypass the page cache if the file system allows it. Several threads write each file: a thread takes a
 segment, collects its parts in a large aligned block and writes the block. While one thread holds the GIL to produce
-parts, the others wait for the disk without holding it. Files no larger than one block go through the page cache, so
-that the disk can write them while the caller produces the next file.
+parts, the others wait for the disk without holding the GIL. Files no larger than one block go through the page cache,
+which lets the disk write them while the caller produces the next file.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 def _sync(descriptor: int, *, drive: bool = False) -> None:
     """Sync a file. If ``drive`` is True (for commit records), also flush the drive's cache on macOS."""
     if drive and _FULL_SYNC is not None:
-        with contextlib.suppress(OSError):  # some file systems, such as network file systems, do not support this
+        with contextlib.suppress(OSError):  # not supported by some file systems, such as network file systems
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)

@@ -393,7 +393,7 @@ class Location:
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return the entries of this directory except lock files, sorted by name, or an empty list if it is missing."""
+        """Return the entries of this directory except lock files, sorted by name; none if the directory is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
@@ -523,7 +523,7 @@ class Location:
         In a snapshot of an object store, only the listed objects are deleted.
 
         Args:
-            last: The name of a file in this directory to delete last, so that it marks an interrupted deletion.
+            last: The name of a file in this directory to delete last, to mark an interrupted deletion.
             first: The name of a file in this directory to delete first.
         """
         self._writing().remove_tree(self._key, first, last)

@@ -33,7 +33,7 @@ class FileLock:
         self._file = file
         self._close: weakref.finalize[..., FileLock] | None = None
         self.descriptor: int | None = None  # descriptor of the open file
-        self.obstacle: OSError | None = None  # the error raised by the system if it cannot lock the file
+        self.obstacle: OSError | None = None  # the system's error if the file cannot be locked
 
     def acquire(self, flags: int) -> None:
         """Open and lock the file. If the file system does not support locks, the file stays open but unlocked.
@@ -176,7 +176,7 @@ class SaveLock(FileLock):
         )
 
     def _acquire(self, flags: int) -> bool:
-        """Lock the file; return whether the path still leads to it."""
+        """Lock the file; return whether the path still leads to the locked file."""
         if not self._file.is_local:
             return True
         try:

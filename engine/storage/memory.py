@@ -1,4 +1,4 @@
-"""The ``memory://`` backend: a TensorStore store in the memory of this process, with the same formats as on disk."""
+"""The ``memory://`` backend: a TensorStore key-value store in process memory, with the same formats as on disk."""
 
 from __future__ import annotations
 

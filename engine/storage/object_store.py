@@ -38,14 +38,14 @@ _logger = logging.getLogger("holdfast")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-RETRIES = 8  # maximum retries per request; if the service stays unreachable, they take about two minutes
+RETRIES = 8  # maximum number of retries per request; if the service stays unreachable, they take about two minutes
 # Seconds after which a request fails, even if the client would retry, because the service may never respond.
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning is logged about a pending request
 SLOWEST = 64 << 10  # minimum transfer speed, in bytes per second, that time limits allow for
 # No object is larger than this number of bytes. Before a read at a larger offset, the object's size is checked.
 _LONGEST_RANGE = 1 << 50
-GARBLED = 3  # maximum attempts at a request if the responses cannot be parsed
+GARBLED = 3  # maximum number of attempts at a request if the responses cannot be parsed
 UNKNOWN_SIZE = 32 << 20  # object length in bytes assumed for time limits if the actual length is unknown
 
 _TOGETHER = 1000  # maximum number of objects that one request can delete

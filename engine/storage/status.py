@@ -39,7 +39,7 @@ OS_ERRORS = {number: cls for cls, numbers in _NUMBERS.items() for number in numb
 _UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
-    if hasattr(errno, name)  # some systems do not define all of them
+    if hasattr(errno, name)  # some systems do not define all error numbers
 )
 """Error numbers that indicate a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
