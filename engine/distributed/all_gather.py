@@ -1,7 +1,7 @@
 """All-gathers of bytes within teams of processes, using the collective operations of torch or JAX.
 
 These are the only collective operations in this package. A restore runs them in the program's own thread, and only
-after all processes have agreed to start, so that no process starts one alone. Each has a deadline.
+after all processes have agreed to start, which ensures that none of them starts alone. Each operation has a deadline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Transport(Protocol):
     """A transport that sends bytes between the processes of a program."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Return an all-gather for the teams. All processes must call this method, and its result, equally often.
+        """Return an all-gather function. All processes must call this method and the returned function equally often.
 
         Args:
             name: A string that is the same on all processes and unique to this connection.
@@ -52,8 +52,8 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 class TorchTransport:
     """Gloo process groups that exchange host memory, separate from the program's own groups."""
 
-    # Each process in a group has a socket to every other member, so larger teams form a grid of groups, which gathers
-    # along its rows first and then along its columns.
+    # Each process in a group has a socket to every other member, so larger teams form a grid of groups. They gather
+    # first along the rows of the grid, then along its columns.
     largest_group = 64
 
     def __init__(self, coordinator: TorchCoordinator) -> None:
@@ -91,7 +91,7 @@ class TorchTransport:
 
 
 class JaxTransport:
-    """A jitted identity function that gathers its argument within each team, using one device per process."""
+    """A transport that gathers with a jitted identity function within each team, using one device per process."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
@@ -104,7 +104,7 @@ class JaxTransport:
         mesh = jax.sharding.Mesh(grid, ("team", "member"))
         divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team", "member"))
         gathered = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team"))
-        shape = (*grid.shape, nbytes // 4)  # as unsigned integers, which no device rounds, widens or normalizes
+        shape = (*grid.shape, nbytes // 4)  # sent as unsigned integers, which devices never round, widen or normalize
         argument = jax.ShapeDtypeStruct(shape, np.uint32, sharding=divided)
         identity = jax.jit(lambda array: array, out_shardings=gathered).lower(argument).compile()
 

@@ -79,7 +79,7 @@ class Coordinator(Protocol):
         Args:
             key: The key.
             timeout: Maximum time to wait, in seconds.
-            waited: Time, in seconds, for which the caller has already waited for this value. The longer it is, the
+            waited: Time, in seconds, for which the caller has already waited for this value. The longer the time, the
                 less often the store is polled.
 
         Raises:
@@ -100,7 +100,7 @@ class Coordinator(Protocol):
         """Delete a value if it exists."""
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value after `get` has raised an error, if this process will not request it again.
+        """End the wait for a value after `get` has raised an error, if this process will not request the value again.
 
         Other processes may still wait for the value. This is a no-op for stores whose waits end on their own.
         """
@@ -292,9 +292,9 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
 def current_coordinator() -> Coordinator:
     """Return the coordinator that connects the processes of this program.
 
-    It uses ``jax.distributed`` if that has been initialized with more than one process, or else ``torch.distributed``
-    under the same condition. Otherwise, it is `Alone`. The call is cheap, because it does not import or initialize
-    anything and does not communicate.
+    The coordinator uses ``jax.distributed`` if it has been initialized with more than one process, or else
+    ``torch.distributed`` under the same condition. Otherwise, the coordinator is `Alone`. The call is cheap: it imports
+    and initializes nothing, and does not communicate.
 
     Returns:
         The coordinator, which is the same object as long as the connection lasts.
@@ -320,13 +320,13 @@ def machine_identity() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
-        import socket  # only needed on systems other than Linux
+        import socket  # imported lazily because Linux does not need it
 
         return socket.gethostname()
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # keyed by library: client (or weak reference to the group) and coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # client (or weak reference to the group) and coordinator of each library
 
 
 def _of_jax() -> JaxCoordinator | None:

@@ -131,7 +131,7 @@ class ProcessGroup:
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Call ``work`` on process 0 with all processes' JSON values. Return its result or raise OptionError on all."""
+        """Run ``work`` on process 0 with all processes' JSON values; on all, return its result or raise OptionError."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -176,5 +176,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if no other process calls this. Others wait ``start_secs`` for it to start."""
+    """Run long work on process 0, even if it alone calls this. Others wait ``start_secs`` for the work to start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -35,9 +35,9 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor for waits for process 0 while it may itself be waiting; 2 in total, including the time to end a wait.
+# Timeout factor for a wait for process 0 if process 0 may be waiting too; including the time to end a wait, it is 2.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted for such a wait, so that the next one gets the minimum timeout
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses per timeout of such a wait; they give the next wait the minimum timeout
 _SILENCE = 600.0  # default time limit in seconds for a response from the store
 _MESSAGE_LIMIT = 4000  # maximum length in characters of an error message that is sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
@@ -161,7 +161,7 @@ class Rendezvous:
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
 
     def _let_others_hear(self, failed: int) -> None:
-        """On process 0, whose exit may end the store, wait until the other processes have noticed a failure."""
+        """Make process 0 wait until the others have noticed a failure, because its exit may end the store."""
         key = f"{self._prefix}/heard"
         with contextlib.suppress(Exception):  # the other processes may not be waiting, or may have ended
             if self.index:
@@ -360,11 +360,11 @@ def missed_a_process(error: BaseException | None) -> bool:
 
 @dataclass(slots=True)
 class _Retired:
-    """A rendezvous that process 0 has closed, but other processes may still use."""
+    """A rendezvous that process 0 has closed but that other processes may still use."""
 
     keys: list[str]
     deleted: set[str]
-    pending: list[list[str]]  # keys that the other processes write when they close it, one list per folder
+    pending: list[list[str]]  # keys that other processes write when they close the rendezvous; one list per folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
         """If all processes have closed the rendezvous, delete all its keys and return True."""

@@ -20,7 +20,7 @@ _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second over all processes
 _NO_DEADLINE = timedelta(days=20)  # in milliseconds, this fits the integer type that c10d uses for timeouts
-_SECONDS_TO_END = 2.0  # maximum time for an abandoned wait to end
+_SECONDS_TO_END = 2.0  # time limit for an abandoned wait to end
 _IDLE_CONNECTIONS = 2  # maximum number of idle connections; each uses a file descriptor of the hosting process
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
@@ -42,13 +42,13 @@ class TorchCoordinator:
     """The processes of a torch program and the store that connects them."""
 
     # A wait blocks its connection to the store and prints warnings on a timeout. Each wait therefore has its own thread
-    # and connection, and later `get` calls for its key continue it. Only a value ends a wait, so `give_up` stores a
-    # value that all processes ignore.
+    # and connection, and later `get` calls for the same key continue that wait. Only a value ends a wait, so `give_up`
+    # stores a value that all processes ignore.
 
-    # torchrun keeps its store and all values when it restarts the processes. Process 0 therefore chooses a random name,
-    # which prefixes all keys of this start, and sends it to each process that requests it, at a key chosen by that
-    # process. When process 0 ends before all processes have the name, it stores the name and the current time.
-    # Processes accept the stored name only if they were started before that time.
+    # torchrun keeps its store and all values when it restarts the processes. Process 0 therefore chooses a random name
+    # as the prefix of all keys of this start. It sends the name to each process that requests it, under a key that the
+    # requester chooses. When process 0 ends before all processes have the name, it stores the name and the current
+    # time. Processes accept the stored name only if they were started before that time.
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
@@ -80,7 +80,7 @@ class TorchCoordinator:
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
-            starts.set(left, f"{start} 0")  # not deleted, because a process that has seen the key would wait for it
+            starts.set(left, f"{start} 0")  # not deleted: a process that has seen the key would wait for its value
             arguments = (starts, start, left, self.process_count, is_current, self._leaves)
             self._announcer = threading.Thread(target=_announce, args=arguments, name="holdfast-start", daemon=True)
             self._announcer.start()
@@ -201,13 +201,13 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, and processes that have it
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, and processes that received it
 
 
 def _announce(
     starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Send the name of this start to each process that requests it; on exit, store it for the remaining processes."""
+    """Send the name of this start to each process that requests it; on exit, store the name for the others."""
     others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
     with contextlib.suppress(ConnectionError):  # the store or this process is ending
@@ -228,7 +228,7 @@ def _announce(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start stored on exit, or None if it is still running."""
+    """Return the name that process 0 of this start stored on exit, or None if process 0 is still running."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()

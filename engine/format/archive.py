@@ -1,6 +1,6 @@
-"""Zip files for small folders, which store files uncompressed and in the order in which they were written.
+"""Zip files for small folders. Files are stored uncompressed, in the order in which they were written.
 
-They contain no dates and no extra fields, so their bytes depend only on the files. The archive comment names holdfast.
+Dates and extra fields are omitted, so the bytes depend only on the files. The archive comment names holdfast.
 
 The format is specified at https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 """
@@ -55,7 +55,7 @@ def encode_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the offset of each file's content in a zip file; ``sizes`` must list the files in order."""
+    """Return the offset of each file's contents in a zip file; ``sizes`` must list the files in order."""
     offsets, end = {}, 0
     for path, size in sizes.items():
         offsets[path] = end + _FILE.size + len(path.encode())

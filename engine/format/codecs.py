@@ -24,10 +24,10 @@ from ..errors import DamagedCheckpointError
 
 Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
-LEVELS = range(1, 23)  # zstd compression levels, from the fastest to the smallest
+LEVELS = range(1, 23)  # zstd compression levels, from the fastest to the one with the smallest output
 
-_PART = 1 << 20  # bytes decompressed at a time; allocating memory for larger parts takes longer than decompressing
-_HELD = 64 << 10  # bytes hashed at a time without releasing the GIL
+_PART = 1 << 20  # bytes decompressed at a time; allocating memory for larger parts takes longer than decompression
+_HELD = 64 << 10  # maximum number of bytes hashed at a time without releasing the GIL
 _RATIO = 1 << 15  # maximum compression ratio: a block of up to 128 KiB takes at least four bytes
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -95,14 +95,14 @@ def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[byt
 
 
 def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) -> bytes:
-    """Decompress up to ``frames`` zstd frames, releasing the GIL; allocate memory only for the actual content."""
+    """Decompress up to ``frames`` zstd frames, releasing the GIL; do not allocate memory based on declared sizes."""
     return b"".join(_parts(data, limit, frames))
 
 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress a zstd frame to ``size`` bytes, which ``memory`` allocates if the size is plausible."""
+    """Decompress a zstd frame into ``size`` bytes from ``memory``, which is called only if the size is plausible."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")
@@ -131,7 +131,7 @@ def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
 
 
 def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Iterator[bytes]:
-    """Yield the decompressed content of frames in parts that fit in the CPU cache."""
+    """Yield the decompressed contents of frames in parts that fit in the CPU cache."""
     stated = _stated_size(frame)
     if stated is not None and stated > limit:
         raise DamagedCheckpointError(f"its zstd frame promises {stated} bytes, more than the limit of {limit}")
@@ -200,7 +200,7 @@ def encode_varints(values: NDArray[Any]) -> bytes:
 
 
 def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], int]:
-    """Decode a column of numbers; return them and their encoded size in bytes."""
+    """Decode a column of numbers; return the numbers and their encoded size in bytes."""
     if count > data.size:
         raise ValueError(f"{count} numbers cannot fit in {data.size} bytes")
     if not count:
@@ -221,7 +221,7 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
 
 
 class Cursor:
-    """Reads consecutive fields, and checks that their bytes exist before allocating memory for them."""
+    """A reader of consecutive fields that allocates memory for a field only after checking that its bytes exist."""
 
     def __init__(self, data: bytes, source: str) -> None:
         self.data = data
@@ -268,7 +268,7 @@ class Cursor:
 
     def wide_varints(self, count: int) -> NDArray[np.uint64]:
         first = self.data[self.position : self.position + count]
-        if first.isascii() and len(first) == count:  # a fast path for one byte per number, as in most columns
+        if first.isascii() and len(first) == count:  # a fast path, because most columns have one byte per number
             self.position += count
             return np.frombuffer(first, np.uint8).astype(np.uint64)
         try:

@@ -1,7 +1,7 @@
 """Msgpack, with arrays in the encoding defined by Flax.
 
-Msgpack is specified at https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1 whose
-content is the msgpack encoding of its shape, the name of its dtype, and its bytes in C order:
+Msgpack is specified at https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1. It
+contains the msgpack encoding of the array's shape, the name of its dtype, and its bytes in C order:
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -28,7 +28,7 @@ _LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of encoded l
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _KEYS = (str, int, bytes, type(None))
 
-# Builds the value of an extension from its type, its content, and the number of enclosing containers.
+# Builds the value of an extension from its type, its contents, and the number of enclosing containers.
 Extension = Callable[[int, bytes, int], Any]
 Mapper = Callable[[dict[Any, Any]], Any]
 
@@ -52,7 +52,7 @@ def encode_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def decode_array(content: bytes) -> NDArray[Any]:
-    """Decode the content of an array extension; the result is read-only."""
+    """Decode the contents of an array extension; the result is read-only."""
     parts = decode_msgpack(content)
     if not isinstance(parts, list) or len(parts) != 3:
         raise DamagedCheckpointError("an array is damaged: expected its shape, dtype and bytes")
@@ -82,7 +82,7 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """Decodes values. Containers grow element by element, because msgpack would trust their declared sizes."""
+    """A decoder in which containers grow element by element, because msgpack would trust their declared sizes."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily because few programs read msgpack

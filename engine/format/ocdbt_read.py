@@ -2,7 +2,7 @@
 
 A database consists of a manifest and the nodes of a B+tree, which are stored in data files. The manifest locates the
 root node of each version. A node begins with a table of the files that it refers to. It stores its entries in columns,
-and omits from each key the prefix that the key shares with the previous one. The manifest and the nodes are frames,
+and omits from each key the prefix that the key shares with the previous key. The manifest and the nodes are frames,
 which consist of a magic number, length, version, compression method, body and checksum. The format is documented at
 https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
@@ -30,8 +30,8 @@ MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root in an empty database
 SINGLE, _NUMBERED = 0, 1  # manifest kinds
-# Follows a leaf node and precedes the checksums of its values in data files. Earlier versions wrote the checksums of
-# all values at the end of the node file, followed by this magic number.
+# Magic number between a leaf node and the checksums of the leaf's values. Earlier versions wrote the checksums of all
+# values at the end of the node file, followed by this magic number.
 CHECKSUMS_MAGIC = b"HfCrc32c"
 
 KEY_LIMIT = 65535  # maximum key length in bytes
@@ -111,13 +111,13 @@ class NodePlace(NamedTuple):
     length: int
 
 
-# Reads byte ranges one after the other, and returns fewer bytes if a file ends early.
+# A function that reads byte ranges one after the other, and returns fewer bytes if a file ends early.
 ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
 KeyRange = tuple[bytes, bytes]  # inclusive start and exclusive end
 
 
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
-    """Fill in the checksums of the entries from the end of a node file, where earlier versions wrote them."""
+    """Read the checksums of the entries from the end of a node file, where earlier versions wrote them."""
     if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
         outside = np.flatnonzero(entries.lengths)
         end = len(nodes) - len(CHECKSUMS_MAGIC)
@@ -196,10 +196,10 @@ class _Reference(NamedTuple):
     base: bytes
     offset: int
     length: int
-    prefix: bytes  # common prefix of all keys below
-    first: bytes  # inclusive lower bound of the keys below
-    end: bytes | None  # exclusive upper bound of the keys below; None if unbounded
-    key_count: int  # number of keys below
+    prefix: bytes  # common prefix of all keys below the node
+    first: bytes  # inclusive lower bound of the keys below the node
+    end: bytes | None  # exclusive upper bound of the keys below the node; None if unbounded
+    key_count: int  # number of keys below the node
 
     def place(self, checksums: bool) -> NodePlace:
         """Return the byte range of the node; with ``checksums``, include the checksums that may follow a leaf."""
@@ -210,8 +210,8 @@ class _Reference(NamedTuple):
 class Database:
     """The newest version of a database. Nodes are read only when their keys are needed.
 
-    A malicious tree can refer to a node many times, so that a small file describes a huge database. Therefore, all
-    nodes count towards a single memory limit, which is raised only for nodes that do not overlap other nodes.
+    A malicious tree can refer to a node many times, to make a small file describe a huge database. Therefore, all nodes
+    count towards a single memory limit, which is raised only for nodes that do not overlap other nodes.
 
     If ``checksums`` is False, the checksums that holdfast writes after leaf nodes are not read.
     """
@@ -366,7 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually, all values are equal. Sizes must be compared as well, because all values may consist of zero bytes.
+        # Usually, all values are equal. Compare sizes too: values of only zero bytes may differ in size.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:
@@ -443,7 +443,7 @@ def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
 
 
 class DataFile(NamedTuple):
-    """A file in a node's file table. If the file contains nodes, the paths in them are relative to ``base``."""
+    """A file in a node's file table. If the file contains nodes, the paths in those nodes are relative to ``base``."""
 
     path: str
     base: bytes

@@ -34,9 +34,9 @@ from .ocdbt_read import (
 from .zarr import chunk_keys, metadata_keys
 
 _ENTRY_BYTES = 40  # maximum size in bytes of the eight numbers that an interior node stores with each key
-_FIXED = 64  # maximum size in bytes of all fields of a node that do not depend on its entries
+_FIXED = 64  # maximum size in bytes of all fields of a node that are independent of its entries
 _ARITY_LIMIT = 1 << 20  # maximum number of entries per node that TensorStore accepts
-# Configuration in the manifest, which TensorStore uses when it adds entries to a database.
+# Configuration stored in the manifest. TensorStore uses it when adding entries to a database.
 _INLINE_BYTES = 100
 _NODE_BYTES = 8 << 20
 _ARITY_LOG2 = 4
@@ -57,7 +57,7 @@ class Rows:
     offsets: NDArray[np.int64]  # offset of the value in its file, in bytes; undefined if the value is inline
     inline: Sequence[bytes]  # the inline values, in row order
     files: Sequence[str]  # paths of the data files, relative to the database's directory
-    # CRC-32C of each value, which is undefined if the value is inline; None if no checksums are written.
+    # CRC-32C of each value (undefined if the value is inline), or None if no checksums are written.
     checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:

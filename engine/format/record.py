@@ -5,7 +5,7 @@ The digest is the CRC-32C of the compact JSON text of all other members in file 
 order of the members, but not whitespace. This rule applies to every version of the format.
 
 The commit record is the last file that a save writes. It lists all folders and files of the checkpoint with their
-sizes, and the digests of files that do not contain digests. A checkpoint exists if and only if its record is valid.
+sizes, and the digests of files that do not contain their own. A checkpoint exists if and only if its record is valid.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Return the digest if it matches the exact bytes of a compact document; None if they have been reformatted."""
+    """Return the digest of a compact document if it matches the exact bytes; None if the document was reformatted."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -157,13 +157,13 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
-    # The length in bytes and the digest of each member, if this zip file contains the zip files of several processes.
+    # If this zip file contains the zip files of several processes: the length in bytes and the digest of each.
     members: tuple[tuple[int, int], ...] = ()
-    # The offset in the enclosing zip file and the length of that file, if this zip file is inside another. Not stored.
+    # If this zip file is inside another zip file: its offset in that file, and the length of that file. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
-    # Whether the content would survive a power failure; the commit syncs all files that would not. Not stored.
+    # Whether the contents would survive a power failure. The commit syncs all files that would not. Not stored.
     durable: bool = field(default=True, compare=False)
 
 
@@ -262,10 +262,10 @@ class CheckpointRecord:
     metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
-    # Folders of the checkpoint that this one replaced, which can be removed.
+    # Folders of the checkpoint that this one replaced. They can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # Identity and fingerprint of the complete record, if this is its summary for the other processes of a joint save;
-    # not stored.
+    # If this is a summary for the other processes of a joint save: identity and fingerprint of the complete record. Not
+    # stored.
     summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
@@ -442,7 +442,7 @@ def _decode_numbers(value: Any) -> Any:
 
 
 def _relative_path(path: Any) -> str:
-    """Return the path; raise ValueError if it leads out of its directory, as it may in a malicious record."""
+    """Return the path; raise ValueError if it leaves the directory, as a path in a malicious record may."""
     if not isinstance(path, str) or not is_inside(path):
         raise ValueError(f"file path {path!r}")
     return path

@@ -29,7 +29,7 @@ class LeafDifference:
 
     item: str  # name of the leaf's item
     path: str  # path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is not a tree
-    kind: Difference  # "type" if dtype or shape differs, "unknown" if holdfast cannot read the leaf
+    kind: Difference  # "type" if the dtype or shape differs, "unknown" if holdfast cannot read the leaf
     detail: str  # human-readable description of the difference
     differing: int = 0  # number of differing elements; 0 if not applicable
     size: int = 0  # total number of elements
@@ -241,7 +241,7 @@ _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for elemen
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of the finite elements of a leaf, which are None if there are no such elements."""
+    """Statistics of the finite elements of a leaf. They are None if the leaf has no finite elements."""
 
     item: str  # name of the leaf's item
     path: str  # path in the tree

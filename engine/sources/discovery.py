@@ -1,8 +1,8 @@
 """Finds the checkpoint or the directory of steps that a path refers to, written by holdfast or another library.
 
 All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote or, if there are
-none, those of another library. ``engine/steps.py`` defines the rules for holdfast's steps. For other libraries, the
-format defines which steps belong together; the newest is the one that the writer recorded as such, or the highest.
+none, the steps of another library. ``engine/steps.py`` defines the rules for holdfast's steps. For other libraries, the
+format defines which steps belong together; the newest step is the one recorded as such by the writer, or the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
 below, the only code in the engine that names packages built on it. The module is imported only when a name in a
@@ -58,7 +58,7 @@ class FoundSteps(NamedTuple):
     format: str = ""  # name of the library that wrote the steps; ``""`` if there are none
     entries: tuple[StepEntry, ...] = ()  # all steps, including damaged ones, sorted by series and step
     noted: StepEntry | None = None  # the step that the writer recorded as the newest, or None
-    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the run's metadata
+    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # a function that reads the run's metadata
 
     @classmethod
     def of(
@@ -117,13 +117,13 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # Files from TensorFlow versions before 0.12, for which the module raises an error that names their format.
+    # Files from TensorFlow versions before 0.12: the module raises an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open another library's checkpoint or return None, but raise an error for a part of a holdfast checkpoint."""
+    """Open another library's checkpoint, or return None. Raise an error for a part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is part of one, in a zip file; load the checkpoint that it belongs to"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -186,12 +186,12 @@ def left_by_download(file: DataReader) -> str:
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
-    # If this run has ``begun``, the files may have been written by another callback of the program, such as Lightning's
-    # ModelCheckpoint. Single checkpoints written by hf.save or for graphs do not count as runs.
+    # If this run has ``begun``, another callback of the program, such as Lightning's ModelCheckpoint, may have written
+    # the files of another library. Single checkpoints written by hf.save or for graphs do not count as runs.
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # Checkpoints written by hf.save have no reason, and those by Checkpoint.save are pinned. Neither belongs to a run.
+    # Checkpoints from hf.save have no reason, and those from Checkpoint.save are pinned. Neither kind belongs to a run.
     steps = [
         entry
         for entry in all_steps.entries
@@ -230,7 +230,7 @@ def _prefix_option(series: str) -> str:
 
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:
-    """Return the location of the checkpoint that a path refers to, which is the path itself or one of its steps."""
+    """Return the location of the checkpoint that a path refers to: either the path itself or one of its steps."""
     if step is None or not has_record(location) or _has_steps(location):
         return location if step is None and not is_run(location) else find_step(location, step).location
     recorded = read_record(location).step
@@ -269,7 +269,7 @@ def _part_of(location: Location) -> str:
 
 
 def is_run(location: Location) -> bool:
-    """Return whether a path may be a directory of steps, because it is not itself a checkpoint of any library."""
+    """Return whether a path could be a directory of steps, that is, whether it is not a checkpoint from any library."""
     return not has_record(location) and not is_foreign(location)
 
 

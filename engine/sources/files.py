@@ -16,7 +16,7 @@ _JSON_LIMIT = 512 << 20  # maximum size of a JSON file in bytes
 
 
 def read_json(location: Location, content: bytes | None = None) -> Any:
-    """Parse a JSON file, reading it unless its content is given."""
+    """Parse a JSON file. Read it only if its contents are not given."""
     content = read_checked(location, None, limit=_JSON_LIMIT) if content is None else content
     try:
         return json.loads(content.decode("utf-8"))
@@ -27,7 +27,7 @@ def read_json(location: Location, content: bytes | None = None) -> Any:
 
 
 def read_object(location: Location, content: bytes | None = None) -> dict[str, Any]:
-    """Parse a JSON file that must contain an object, reading it unless its content is given."""
+    """Parse a JSON file that must contain an object. Read it only if its contents are not given."""
     document = read_json(location, content)
     if not isinstance(document, dict):
         raise DamagedCheckpointError(f"{location} is damaged: expected a JSON object, found {type(document).__name__}")
@@ -49,7 +49,7 @@ def total_bytes(location: Location) -> int:
         return 0
     if not location.is_directory():
         return _size(os.fspath(location))
-    sizes = {}  # by device and inode of the folder
+    sizes = {}  # keyed by the device and inode of the folder
     for folder, folders, files in os.walk(location, followlinks=True):
         status = os.stat(folder)
         if (identity := (status.st_dev, status.st_ino)) in sizes:  # symlinks may form a cycle
@@ -60,7 +60,7 @@ def total_bytes(location: Location) -> int:
 
 
 def entry_size(folder: Location, entry: Entry) -> int:
-    """Return the size of a file in bytes, opening it if the listing has no size; 0 for a directory."""
+    """Return the size of a file in bytes, opening the file if the listing has no size; 0 for a directory."""
     if entry.is_directory or entry.size is not None:
         return entry.size or 0
     with (folder / entry.name).open_data() as file:

@@ -35,7 +35,7 @@ def read_merged(places: Mapping[str, Place], item: str | None, read: Callable[[C
 
 def _merged(patterns: Sequence[str], trees: Sequence[TreeSource]) -> MergedTree:
     filters = list(map(PathFilter, patterns))
-    leaves: list[tuple[int, int]] = []  # index of the tree and position in it, for each leaf
+    leaves: list[tuple[int, int]] = []  # for each leaf, the index of its tree and its position in that tree
     merged: Any = None
     for number, tree in enumerate(trees):
         paths = [leaf.name.split(".") for leaf in tree.leaves]

@@ -149,7 +149,7 @@ def open_at(location: Location) -> CheckpointSource:
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Yield each checkpoint's share of the progress of a call that reads all of them, in proportion to its size."""
+    """Divide the progress of a call that reads checkpoints: yield a share for each one, proportional to its size."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
@@ -166,7 +166,7 @@ def _nbytes(entry: StepEntry) -> int:
 
 
 def described_steps(location: Location) -> FoundSteps:
-    """Return another library's steps, each with a commit record for a manager; for a holdfast run, return none."""
+    """Return another library's steps, each with a commit record for a manager. For a holdfast run, return no steps."""
     steps = find_steps(location)
     if steps.is_native:
         return FoundSteps()

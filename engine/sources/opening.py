@@ -1,4 +1,4 @@
-"""``hf.open``: checkpoints opened as trees of array handles, which read only the elements that an index selects."""
+"""``hf.open``, which opens a checkpoint as a tree of array handles. Indexing a handle reads only selected elements."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OpenCheckpoint:
 
 
 class _Address(NamedTuple):
-    """The address of a tree, which lets another process open the tree to read from a pickled handle."""
+    """The address at which another process opens the tree of a pickled handle."""
 
     location: Location  # location of the checkpoint
     item: str  # name of the item
@@ -107,7 +107,7 @@ class _OpenTree:
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return the checkpoint and its tree; if closed, raise an error saying that the leaf cannot be ``action``."""
+        """Return the checkpoint and its tree; if they are closed, raise an error that the leaf cannot be ``action``."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}: the checkpoint is closed; "
@@ -129,7 +129,7 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
-        # Files of other libraries do not show which checkpoint they belong to, so check that none was replaced.
+        # Files of other libraries do not show which checkpoint they belong to, so check that no file was replaced.
         now = _identities(tree) if self._files else {}
         if any(now.get(path, mark) != mark for path, mark in self._files.items()):
             raise _replaced(checkpoint.location, checkpoint.format)
@@ -175,7 +175,7 @@ def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def _reopened(address: _Address) -> _OpenTree:
-    """Open the tree of a handle that was pickled in another process; cached for all tasks in this process."""
+    """Open the tree of a handle that was pickled in another process, and cache it for all tasks in this process."""
     location, item = address.location, address.item
     try:
         opened = read_checkpoint(location, lambda source: _OpenTree(source, item, source.tree(item)))
@@ -224,7 +224,7 @@ class ArrayHandle:
         assert leaf.saved.dtype is not None
         self._leaf = leaf
         self._address = address
-        self._opened = opened  # None in another process, which opens the tree on the first read
+        self._opened = opened  # None after unpickling in another process; the first read then opens the tree
         self._chunks = chunks
         self.shape: tuple[int, ...] = leaf.saved.shape
         self.dtype: np.dtype[Any] = leaf.saved.dtype
@@ -253,7 +253,7 @@ class ArrayHandle:
         return type(self), (self._leaf, self._address, None, self.chunks)
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        """Return a tuple by which dask identifies the content of the array."""
+        """Return a tuple by which dask identifies the contents of the array."""
         location, item, identity, _ = self._address
         return "holdfast", str(location), item, self._leaf.name, identity
 
@@ -353,7 +353,7 @@ def is_array(leaf: SavedLeaf) -> bool:
 
 
 def open(path: Place, *, item: str | None = None, select: Patterns | None = None) -> OpenCheckpoint:  # noqa: A001
-    """Open a checkpoint with a lazy handle for each array, which reads only the elements that an index selects.
+    """Open a checkpoint with a lazy handle for each array. Indexing a handle reads only the selected elements.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf

@@ -20,7 +20,7 @@ _logger = logging.getLogger("holdfast")
 
 TREE = "pytree"  # kind of items that are trees of arrays
 JSON = "json"  # kind of items that are JSON documents
-METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics, and are read only if named
+METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics; they are read only if named
 
 
 class CheckpointSource(Protocol):
@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested or only tree; the error for several trees ends with ``how``."""
+        """Return the name of the requested tree or of the only tree. The error for several trees ends with ``how``."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
@@ -85,7 +85,7 @@ class CheckpointSource(Protocol):
     def load(
         self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
     ) -> Any:
-        """Load an item; the options are those of :func:`~holdfast.load`, and apply only to trees."""
+        """Load an item. The options are the same as in :func:`~holdfast.load`, and apply only to trees."""
         kind = self.items[item]
         if kind != TREE:
             if kind in (JSON, METRICS) and (like is not None or select is not None):
@@ -116,7 +116,7 @@ class CheckpointSource(Protocol):
         return tree
 
     def items_to_load(self) -> list[str]:
-        """Return the items to load if none is named, by default all trees and JSON documents."""
+        """Return the items to load if the caller names none; by default, all trees and JSON documents."""
         wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
         if not wanted:
             raise OptionError(
@@ -130,7 +130,7 @@ class CheckpointSource(Protocol):
 
 
 class SingleTree(CheckpointSource):
-    """A checkpoint that consists of a single tree; properties given as functions are computed on demand."""
+    """A checkpoint that consists of a single tree. Properties given as functions are computed on demand."""
 
     def __init__(
         self,

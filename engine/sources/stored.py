@@ -49,7 +49,7 @@ class _Branch(dict[str | int, Any]):
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Build nested dicts from paths and values; those with the keys ``number(0)``, ``number(1)``, ... become lists."""
+    """Build nested dicts from paths and values; dicts with the keys ``number(0)``, ``number(1)``, ... become lists."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build a tree document from leaf numbers and empty containers; return it and the leaf numbers in tree order."""
+    """Build a tree document from leaf numbers and empty containers; also return the leaf numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -94,7 +94,7 @@ OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the named leaves and the containers that become empty."""
+    """Return a tree without the given leaves and without the containers that they leave empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
@@ -157,7 +157,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 _logger = logging.getLogger("holdfast")
 
-_AMPLIFICATION = 16  # maximum ratio of array sizes to file sizes, which is above 1 if arrays are views of shared memory
+_AMPLIFICATION = 16  # maximum ratio of array sizes to file sizes; the ratio exceeds 1 if arrays share memory
 _SMALL = 64 << 20  # total size in bytes of arrays that are accepted regardless of file sizes
 
 
@@ -172,11 +172,11 @@ class StoredPart:
     length: int  # number of bytes from the first element to the last
     dtype: np.dtype[Any]  # dtype of the stored elements, including their byte order
     strides: tuple[int, ...] | None = None  # stride along each axis, in elements; None for C order without gaps
-    # A function that compares the bytes with a checksum, or None if the file has no checksum of exactly these bytes.
+    # A function that compares the bytes with a checksum, or None if the file has no checksum for exactly these bytes.
     is_intact: Callable[[Bytes], bool] | None = None
     # A function to apply to the elements after reading, such as complex conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    # A function that decodes the bytes to elements, for example by decompression, or None if they are plain elements.
+    # A function that decodes the bytes to elements, for example by decompression, or None if the bytes are elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
@@ -293,7 +293,7 @@ class OtherTree(TreeSource):
         return [[array for _ in wanted if (array := next(arrays)) is not None] for wanted in boxes]
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        # In flat formats and state dicts of modules, layers/0/weight and layers.0.weight are the same leaf.
+        # In flat formats and in state dicts of modules, layers/0/weight and layers.0.weight name the same leaf.
         source = super().for_template(names)
         ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
         theirs = {".".join(split(name)): name for name in names}
@@ -414,7 +414,7 @@ class StoredTree(OtherTree):
         return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
     def file(self, path: str) -> Location:
-        """Return the location of the file with this path in a :class:`StoredPart`."""
+        """Return the location of a file, given its path in a :class:`StoredPart`."""
         return self.location / path if path else self.location
 
 
@@ -463,7 +463,7 @@ class FetchedTree(OtherTree):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
                 raw = array.dtype.kind == "V"  # the file format does not support this dtype
-                # Do not copy the array, which the library has just allocated, because that would double the memory use.
+                # Do not copy the array: the library has just allocated it, and a copy would double the memory use.
                 arrays.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return arrays
 
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Return the description of a value and the source of its data, which is None if the description has the value."""
+    """Return the description of a value, and the source of its data or None if the description contains the value."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):

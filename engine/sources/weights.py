@@ -1,4 +1,4 @@
-"""Loads weights for a model from any checkpoint, finding the container of the weights by their names."""
+"""Loads a model's weights from any checkpoint, finding their container by the names of the weights."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def load_weights(
     """Load a model's weights from any checkpoint that holdfast can read.
 
     Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` matches the nested
-    ``layers/0/weight``. The weights may be the whole checkpoint, or be in a container such as ``params`` or
+    ``layers/0/weight``. The weights may be the whole checkpoint or a container in it, such as ``params`` or
     ``state_dict``. If ``misfits`` is given, weights that do not fit are added to it and keep the template's values.
     """
 
@@ -158,7 +158,7 @@ def load_fitting(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], str, TreeSource]]:
-    """Yield the rank and path of each candidate container in a tree, and its leaves, named as in the template."""
+    """For each candidate container in a tree, yield its rank, its path and its leaves, named as in the template."""
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):

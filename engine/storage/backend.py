@@ -17,7 +17,7 @@ class Entry(NamedTuple):
 
     name: str  # last path segment
     is_directory: bool  # also True for a symlink to a directory
-    # Length in bytes; None for directories and broken symlinks, and in stores whose listings contain no sizes.
+    # Length in bytes; None for a directory or a broken symlink, or if the store does not list sizes.
     size: int | None = None
     links: int = 1  # number of hard links to the file; deleting the last one frees its space
     identity: tuple[int, int] | None = None  # shared by all hard links to a file; None if not looked up
@@ -31,22 +31,22 @@ class Segment(NamedTuple):
     # Called once, in one thread. Yields one-dimensional uint8 arrays that add up to ``size`` bytes, preferably of at
     # most 1 MiB each. Each array is copied or sent before the next one is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    lasting: bool = False  # whether the parts stay unchanged until the file is written, so that no copy is needed
+    lasting: bool = False  # whether the parts stay unchanged until the file is written; if so, no copy is needed
 
 
 class DataFile(NamedTuple):
     name: str  # path relative to the target directory
     size: int  # length in bytes
-    segments: Sequence[Segment]  # content in ascending order of offset; gaps are filled with zeros
+    segments: Sequence[Segment]  # contents of the file, sorted by offset; gaps are filled with zeros
 
 
 class FileIdentity(NamedTuple):
-    """File metadata that identifies a data file until it is modified."""
+    """Metadata that identifies a data file as long as the file is not modified."""
 
     inode: int
     size: int  # bytes
-    modified: int  # nanoseconds
-    changed: int  # nanoseconds; also updated when links or permissions change, and not settable by programs
+    modified: int  # mtime in nanoseconds
+    changed: int  # ctime in nanoseconds; also updated when links or permissions change; programs cannot set it
 
 
 class DataReader(Protocol):
@@ -62,7 +62,7 @@ class DataReader(Protocol):
         Args:
             offset: Start of the range, in bytes.
             length: Number of bytes to read.
-            buffer: A reusable buffer to read into, for callers that copy the bytes; if None, memory is allocated.
+            buffer: A reusable buffer to read into, if the caller copies the bytes. If None, new memory is allocated.
 
         Returns:
             A one-dimensional uint8 array of ``length`` bytes. If a buffer is given, the array is a view of it.
@@ -76,7 +76,7 @@ class DataReader(Protocol):
         """Read bytes starting at ``offset`` directly into the given arrays, one after the other.
 
         Returns:
-            True if all arrays have been filled. If False, their content is undefined; use :meth:`read` instead.
+            True if all arrays have been filled. If False, their contents are undefined; use :meth:`read` instead.
         """
         return False
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096  # alignment in bytes that direct I/O requires for memory, offsets and lengths
 
-HUGE_PAGE = 2 << 20  # huge page size in bytes on common 64-bit systems; on other systems, only an alignment
+HUGE_PAGE = 2 << 20  # size of a huge page in bytes on common 64-bit systems; elsewhere, only used as an alignment
 
 _SMALLEST_MAPPING = 256 << 10
 
@@ -29,7 +29,7 @@ def round_up(size: int, multiple: int = PAGE) -> int:
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
     """Return new page-aligned, writable memory. Large blocks are freed when their last view is deleted."""
-    import numpy as np  # imported lazily because listing checkpoints imports this module but needs no arrays
+    import numpy as np  # imported lazily because listing checkpoints needs this module, but not numpy
 
     if nbytes < _SMALLEST_MAPPING:
         memory = np.empty(nbytes + PAGE, np.uint8)
@@ -43,13 +43,13 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
     memory = np.frombuffer(mapping, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # kernels without huge pages are slower, but work
+        with contextlib.suppress(OSError):  # transfers also work without huge pages, but are slower
             mapping.madvise(mmap.MADV_HUGEPAGE, start, huge)
     return memory[start : start + nbytes]
 
 
 class Buffer:
-    """A reusable aligned buffer, which only one thread may use at a time."""
+    """A reusable aligned buffer. Only one thread may use it at a time."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._memory = aligned_empty(nbytes)
@@ -62,7 +62,7 @@ class Buffer:
 
 
 class BlockPool:
-    """A pool of aligned transfer buffers, which are reused because allocation can be slow on virtual machines."""
+    """A pool of aligned transfer buffers. Buffers are reused because allocation can be slow on virtual machines."""
 
     def __init__(self, nbytes: int, spare: int) -> None:
         self._nbytes = nbytes
@@ -71,9 +71,9 @@ class BlockPool:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield a block with undefined content, and return it to the pool when the context exits."""
+        """Yield a block with undefined contents, and return it to the pool when the context exits."""
         try:
-            block = self._blocks.pop()  # atomic, so no lock is needed
+            block = self._blocks.pop()  # list.pop is atomic, so no lock is needed
         except IndexError:
             block = aligned_empty(self._nbytes)
         try:

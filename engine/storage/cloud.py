@@ -56,16 +56,16 @@ _BLOCKS = 3  # number of blocks uploaded concurrently
 _MOST_BLOCKS = 10_000  # maximum number of blocks per object in S3 and Google Cloud Storage
 _PIECE = 4 << 20  # minimum chunk size in bytes when a range is streamed
 
-_LIST_PAGE = 1000  # names per page in a service's listing
-_CONFLICTS = 5  # maximum attempts at a conditional request if S3 responds with 409, which asks for a retry
-_ANONYMOUS = 60.0  # seconds after which credentials are looked up again if none were found
+_LIST_PAGE = 1000  # number of names per page of a service's listing
+_CONFLICTS = 5  # maximum number of attempts at a conditional request while S3 responds with 409 to ask for a retry
+_ANONYMOUS = 60.0  # seconds to wait before looking for credentials again if none were found
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
 _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
 _UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service does not support or allow the request
 
 _lock = Lock()
-_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one event loop, with the PID of its process
+_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one entry: the PID and event loop of a process
 _conditional: dict[str, bool] = {}  # whether each service honours conditional writes, keyed by address
 
 
@@ -90,12 +90,12 @@ def check_installed(package: str, root: str, extra: str) -> None:
 
 
 class CloudBackend(ObjectStoreBackend):
-    """A bucket or container of a cloud service that obstore supports; each service has its own subclass."""
+    """A bucket or container of a cloud service, accessed through obstore. Each service has its own subclass."""
 
     extra: ClassVar[str]  # the holdfast extra that installs the packages
     packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra that are always required
     variables: ClassVar[tuple[str, ...]]  # uppercase prefixes of the environment variables that configure the service
-    secrets: ClassVar[re.Pattern[str]]  # uppercase names of the variables whose values are sent in HTTP headers
+    secrets: ClassVar[re.Pattern[str]]  # matches uppercase names of variables whose values are sent in HTTP headers
     is_conditional: ClassVar[bool] = True  # whether the service is known to support conditional writes
     lacks: ClassVar[frozenset[str]] = frozenset()  # unsupported requests: "copy", "remove" (bulk deletion), "range"
 
@@ -114,11 +114,11 @@ class CloudBackend(ObjectStoreBackend):
 
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables that configure the service, as sorted pairs of name and value."""
+        """Return the environment variables that configure the service, as sorted (name, value) pairs."""
         return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Open an obstore store with the HTTP client options ``client``. With ``once``, the store does not retry."""
+        """Open an obstore store with HTTP client options. If ``once`` is true, the store does not retry."""
         raise NotImplementedError
 
     # ---- reads
@@ -158,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes filled in the first one
+            left, filled = [part for part in memory if part.size], 0  # arrays to fill, and bytes filled in the first
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -188,7 +188,7 @@ class CloudBackend(ObjectStoreBackend):
             raise
 
     def _read(self, key: str) -> tuple[bytes, dict[str, Any]]:
-        """Return the content of an object and the metadata that identifies its version."""
+        """Return the contents of an object and the metadata that identifies its version."""
 
         async def read(store: Any) -> tuple[bytes, dict[str, Any]]:
             answer = await store.get_async(key)
@@ -205,8 +205,8 @@ class CloudBackend(ObjectStoreBackend):
             return [meta["path"] async for page in store.list(key or None, offset=last) for meta in page]
 
         names += self._ask(key, "list", below)
-        exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
-        # A proxy's response may look like the end, so retry if the listing is empty or ends with a full page.
+        exact = [key] if itself and key and self.has_object(key) else []  # obstore does not list the prefix itself
+        # A proxy's response may look like the end of a listing. Retry if the listing is empty or ends with a full page.
         if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
@@ -224,7 +224,7 @@ class CloudBackend(ObjectStoreBackend):
             "write",
             lambda store: store.put_async(key, body, use_multipart=False, **options),
             size,
-            attempts=1 if options else GARBLED,  # not retried, because a successful write invalidates the condition
+            attempts=1 if options else GARBLED,  # a conditional write that has succeeded would fail if retried
         )
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -258,7 +258,7 @@ class CloudBackend(ObjectStoreBackend):
             upload.add_done_callback(lambda _: wanted.put(None))
             with contextlib.suppress(queue.Empty):
                 while (answer := wanted.get(timeout=time_limit(0))) is not None:
-                    # The part is copied because several are in flight at once, and the next one may reuse its memory.
+                    # Copy the part: several parts are in flight at once, and the next part may reuse the same memory.
                     part = next((part.tobytes() for part in parts if part.size), None)
                     loop.call_soon_threadsafe(_answer, answer, part)
 
@@ -318,7 +318,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Test each service once, by creating an object twice. A service that ignores conditions rewrites the same data.
+        # Test each service once by creating an object twice. A service without conditions writes the same data again.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:
@@ -424,7 +424,7 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return the metadata of a response; raise ValueError if there is no ETag, because a proxy may have responded."""
+    """Return the metadata of a response. If it has no ETag, it may come from a proxy, so raise ValueError."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta

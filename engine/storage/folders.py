@@ -11,7 +11,7 @@ from .object_store import ObjectStoreBackend
 
 
 class FolderInMemory(ObjectStoreBackend):
-    """A folder of in-memory files, keyed by path, which are stored together in one zip file."""
+    """A folder whose files are held in memory, keyed by path, and stored together in one zip file."""
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         super().__init__(url, is_remote=False)

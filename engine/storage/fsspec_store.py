@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _UNCACHED = {"skip_instance_cache": True}  # each backend gets its own connections
 
-# Unsupported schemes: read-only ones, and those that refer to another address.
+# Unsupported schemes, which are read-only or refer to another address.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
 # Object stores, which replace objects atomically.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
@@ -67,7 +67,7 @@ class _TimedOutError(Exception):
     """A timeout raised by the file system's library, as opposed to holdfast's own time limit."""
 
 
-_given: dict[str, FsspecBackend] = {}  # backends of file systems passed by the program, keyed by URL scheme
+_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program has created, keyed by URL scheme
 _given_lock = Lock()
 
 
@@ -195,7 +195,7 @@ def _is_arrow(filesystem: Any) -> bool:
 
 
 def _of_this_process(filesystem: Any) -> Any:
-    """Return a file system or, if this process has been forked since it was opened, a new one with equal options."""
+    """Return a file system; if it was opened before this process was forked, return a new one with equal options."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
     if _is_arrow(filesystem):
@@ -229,7 +229,7 @@ class FsspecBackend(ObjectStoreBackend):
         self._connected: tuple[int, Any, str, Any] | None = None  # process ID, file system, prefix and lock
         self._connecting = Lock()
         in_one_step = self._whole or self._replaces
-        risks = {  # whether the file system avoids each risk
+        risks = {  # True if the file system avoids the risk
             "concurrent saves to one path are not kept apart": False,
             "what was written may be lost if the machines that keep it lose power": self._whole,
             "a crash may leave half a commit record, and readers may see it": self._whole or self._renames,
@@ -323,7 +323,7 @@ class FsspecBackend(ObjectStoreBackend):
                 return
             if _is_arrow(fs):  # pyarrow's rmdir would also delete files that another process has just written
                 return
-            # Only empty folders are removed, so that files written since the listing are kept.
+            # Remove only empty folders, to keep files that have been written since the listing.
             for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
                 with _unless_gone(fs, folder, or_filled=True):
                     if not fs.ls(folder, detail=False):
@@ -340,7 +340,7 @@ class FsspecBackend(ObjectStoreBackend):
         return sorted(self._walk(key))
 
     def _walk(self, key: str) -> Iterator[str]:
-        """Yield the keys of all files at or below a key. Unlike fsspec's find and walk, do not hide errors."""
+        """Yield the keys of all files at or below a key; raise errors, which fsspec's find and walk would hide."""
         folders = [key]
         while folders:
             folder = folders.pop()
@@ -423,7 +423,7 @@ class FsspecBackend(ObjectStoreBackend):
         return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
 
     def _hidden(self, text: str) -> str:
-        """Mask every secret from the file system's options that occurs in a text."""
+        """Mask all secrets from the file system's options wherever they occur in a text."""
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
@@ -435,7 +435,7 @@ class FsspecBackend(ObjectStoreBackend):
 
 @contextlib.contextmanager
 def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[None]:
-    """Suppress a deletion error if another process has deleted the folder or, with ``or_filled``, written into it."""
+    """Suppress a deletion error if another process has deleted the folder or (with ``or_filled``) added files to it."""
     try:
         yield
     except Exception as error:  # each library raises its own exceptions

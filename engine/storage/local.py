@@ -2,8 +2,8 @@
 
 Bulk data files bypass the page cache if the file system allows it. Several threads write each file: a thread takes a
 segment, collects its parts in a large aligned block and writes the block. While one thread holds the GIL to produce
-parts, the others wait for the disk without holding it. Files no larger than one block go through the page cache, so
-that the disk can write them while the caller produces the next file.
+parts, the others wait for the disk without holding the GIL. Files no larger than one block go through the page cache,
+which lets the disk write them while the caller produces the next file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which TensorStore also hides in its own listings
+HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files; TensorStore does not list them either
 
 TEMPORARY_PREFIX = ".holdfast-"  # prefix of temporary files for atomic writes; a crash may leave one behind
 
 THREADS = 8  # number of threads that write one file, including the calling thread
 
-# Number of writer threads while a training loop runs. A few achieve most of the speed without slowing the loop down.
+# Number of writer threads while a training loop runs. A few threads are almost as fast, but do not slow the loop down.
 THREADS_BESIDE = max(2, CORES // 2)
 
-BLOCK = 4 << 20  # bytes that a thread collects for each write
+BLOCK = 4 << 20  # number of bytes that a thread collects for each write
 
 # Bytes per write to the page cache. Larger writes get huge pages, which are slow if a hypervisor reclaims memory.
 _CACHED_BLOCK = 256 << 10
@@ -51,9 +51,9 @@ _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
 _SYNCS = 6  # maximum number of files and directories synced concurrently
 _SYNCS_OF_THREAD = 32  # files and directories per sync thread
-_REMOVALS = 100  # maximum attempts to remove a tree while other processes modify it
+_REMOVALS = 100  # maximum number of attempts to remove a tree while other processes modify it
 
-_AWAY = "move it away"  # advice if something other than a regular file is at the path of one of our files
+_AWAY = "move it away"  # advice if one of our paths leads to something other than a regular file
 _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
@@ -183,7 +183,7 @@ class LocalBackend:
             if last is None:
                 _remove(key)
                 return
-            try:  # once the marker is deleted, another save may begin to write to this directory
+            try:  # this fails if another save writes to the directory, as it may once the marker is deleted
                 os.rmdir(key)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
@@ -191,7 +191,7 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def new_data(self, key: str, size: int, *, sync: bool) -> Iterator[LocalDataWriter]:
-        """Create a data file for the block to write; delete it if the block raises an error."""
+        """Create a data file for the ``with`` block to write; delete the file if the block raises an error."""
         cached = size <= BLOCK
         with os_errors(key, "write"):
             with contextlib.suppress(FileNotFoundError):
@@ -222,7 +222,7 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, expected: FileIdentity) -> FileIdentity:
-        """Hard-link or clone a file. A linked file becomes read-only, because all its names share the content."""
+        """Hard-link or clone a file. A linked file becomes read-only, because all its names share the same contents."""
         if self.identity(key) != expected:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
@@ -291,7 +291,7 @@ class LocalDataWriter:
                         count = os.pwrite(self.descriptor, rest, offset)
                     if count <= 0:
                         raise OSError(errno.EIO, f"the system wrote {count} of {len(rest)} bytes")
-                    written += count  # if a partial write ends within a page, the next one uses buffered I/O
+                    written += count  # if a partial write ends within a page, the next write uses buffered I/O
                 position += written
 
 
@@ -370,9 +370,9 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Sync a file. With ``drive``, which commit records require, also flush the drive's cache on macOS."""
+    """Sync a file. If ``drive`` is True (for commit records), also flush the drive's cache on macOS."""
     if drive and _FULL_SYNC is not None:
-        with contextlib.suppress(OSError):  # some file systems, such as network file systems, do not support this
+        with contextlib.suppress(OSError):  # not supported by some file systems, such as network file systems
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
@@ -390,7 +390,7 @@ def _sync_path(path: str, *, drive: bool = False) -> None:
         try:
             _sync(descriptor, drive=drive)
         except OSError as error:
-            # Some network file systems do not support fsync on directories, which their servers sync anyway.
+            # Some network file systems do not support fsync on directories; their servers sync directories anyway.
             refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
             if not (refused and stat.S_ISDIR(os.fstat(descriptor).st_mode)):
                 raise
@@ -405,7 +405,7 @@ def _advise(descriptor: int, advice: int) -> None:
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
-    """Append a line to a file without syncing, in a single write so that lines from several processes do not mix."""
+    """Append a line to a file without syncing. A single write keeps lines from several processes intact."""
     descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -439,8 +439,8 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         remaining -= part.size
         if remaining < 0:
             break
-        # The parts are copied as memoryviews, because NumPy's assignment would release the GIL for each part, and a
-        # computing thread could then hold it for milliseconds.
+        # Copy the parts as memoryviews: NumPy's assignment would release the GIL for each part, and a computing thread
+        # could then hold the GIL for milliseconds.
         data, room = part.data, len(block) - filled
         while len(data) >= room:
             block[filled:] = data[:room]
@@ -487,7 +487,7 @@ def is_direct(descriptor: int) -> bool:
 
 
 def _make_buffered(descriptor: int) -> None:
-    """Switch a file descriptor to buffered I/O, which affects all threads that use it."""
+    """Switch a file descriptor to buffered I/O for all threads that use the descriptor."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
 
 
@@ -500,7 +500,7 @@ def _leave_direct(descriptor: int, refusal: OSError) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve space to detect a full disk early, and set the length because writes that extend a file are slow."""
-    # If a file system cannot reserve space, the C library writes to every page, which direct I/O rejects at once.
+    # If a file system cannot reserve space, the C library writes to every page. With direct I/O, the first write fails.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -531,7 +531,7 @@ def _remove(path: str) -> None:
     for _ in range(_REMOVALS):
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
-                import shutil  # imported lazily because it imports all archive formats
+                import shutil  # imported lazily because shutil imports modules for all archive formats
 
                 shutil.rmtree(path)
             else:

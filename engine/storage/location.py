@@ -183,8 +183,8 @@ class Location:
     """A file, object or directory on a local disk or in an object store. Use ``as_location`` to create one.
 
     Locations are immutable, comparable and hashable, and they need not exist. Methods raise only errors from
-    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods named after
-    those of ``pathlib.Path`` support handlers written for local paths, and raise the same errors.
+    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods with the
+    name of a ``pathlib.Path`` method support handlers written for local paths, and raise the same errors.
 
     In a rehearsal (``holdfast drill``), methods that modify data raise StateError unless the location was returned by
     ``as_location(place, writes=True)``.
@@ -249,12 +249,12 @@ class Location:
         Raises:
             TypeError: The location is not local.
         """
-        import pathlib  # imported lazily because few callers need it and it has many imports
+        import pathlib  # imported lazily because few callers need pathlib, which has many imports
 
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Resolve the symlinks in a local path, but keep the name of a file, because it may indicate the format."""
+        """Resolve the symlinks in a local path, but keep the file name, because it may indicate the format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -359,7 +359,7 @@ class Location:
         return open(self._key, mode, buffering, **text)  # type: ignore[call-overload,no-any-return]
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
-        """Return the content as text, decoded as UTF-8 unless another encoding is given."""
+        """Return the contents as text, decoded as UTF-8 unless another encoding is given."""
         with self.open(encoding=encoding, errors=errors) as file:
             return str(file.read())
 
@@ -373,8 +373,8 @@ class Location:
     def snapshot(self, known: Collection[str] = ()) -> Location:
         """Return this location with a frozen listing of the objects below it; local locations are returned unchanged.
 
-        Reads through the snapshot return the current content, but objects written through it may not be listed. The
-        listing always includes ``known``, the relative paths of objects that the store may not list yet.
+        Reads through the snapshot return current contents, but objects written through the snapshot may not be listed.
+        The listing always includes ``known``, the relative paths of objects that the store may not list yet.
         """
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(self._backend.snapshot(self._key, known), self._key)
@@ -393,11 +393,11 @@ class Location:
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return the entries of this directory except lock files, sorted by name, or an empty list if it is missing."""
+        """Return the entries of this directory except lock files, sorted by name; none if the directory is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
-        """Return the whole content.
+        """Return the entire contents.
 
         Args:
             limit: The maximum number of bytes to accept; None for no limit.
@@ -405,15 +405,15 @@ class Location:
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
-            DamagedCheckpointError: The content is longer than ``limit``; this is checked before reading.
+            DamagedCheckpointError: The contents are longer than ``limit``; this is checked before reading.
         """
         return self._backend.read_bytes(self._key, limit, size)
 
     def read_own(self, limit: int, *, size: int | None = None) -> bytes:
-        """Return the content of a file that controls a run. Refuse a symlink, which may lead to another run's file.
+        """Return the contents of a file that controls a run. Refuse symlinks: they may lead to another run's file.
 
         Raises:
-            DamagedCheckpointError: This is not a regular file, or the content is longer than ``limit``.
+            DamagedCheckpointError: This is not a regular file, or the contents are longer than ``limit``.
         """
         if self.is_link():
             raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
@@ -432,7 +432,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether the length is exactly ``size`` bytes. The content is read only if the store reports no sizes.
+        """Return whether the length is exactly ``size`` bytes. The object is read only if the store reports no sizes.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -442,16 +442,16 @@ class Location:
     def write_bytes(
         self, data: bytes, *, atomic: bool = True, sync: bool = True, before: Sequence[Location] = ()
     ) -> None:
-        """Write a small file or object, replacing any existing one. The content is durable on return.
+        """Write a small file or object, replacing any existing one. The contents are durable on return.
 
         Args:
-            data: The content.
-            atomic: Whether the write is atomic: readers see either the old or the new content, even after a crash, and
+            data: The contents.
+            atomic: Whether the write is atomic: readers see either the old or the new contents, even after a crash, and
                 the name is durable as well. Non-atomic writes are cheaper; use them in uncommitted directories, whose
                 names are synced together at the end.
-            sync: Whether to sync the content. A non-atomic write may leave this to a later :func:`sync_all`.
-            before: Files and directories on the same disk that must be durable before the new content becomes visible.
-                They are synced together with it.
+            sync: Whether to sync the contents. A non-atomic write may leave this to a later :func:`sync_all`.
+            before: Files and directories on the same disk that must be durable before the new contents become visible.
+                They are synced together with the contents.
         """
         backend = self._writing()
         if isinstance(backend, LocalBackend):
@@ -460,24 +460,24 @@ class Location:
             backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
     def honours_conditions(self, data: bytes | None) -> bool:
-        """Return whether ``write_bytes_if`` is atomic here, which requires a store with conditional writes.
+        """Return whether ``write_bytes_if`` is atomic here, that is, whether the store honours conditional writes.
 
         Args:
-            data: The current content of this object, which may be written again to test the service. If None, nothing
-                is written, and the result is False unless the service is known to support conditional writes.
+            data: The current contents of this object, which may be rewritten to test the service. If None, nothing is
+                written, and the result is False unless the service is known to support conditional writes.
         """
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
-        """Write a small object only if its current content is ``expected``; None means that the object must not exist.
+        """Write a small object if its contents equal ``expected``. If that is None, the object must not exist.
 
         Returns:
-            Whether the object now has the new content, even if another process has written it.
+            Whether the object now has the new contents, even if they were written by another process.
         """
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object if its content is ``expected``. A write between the check and the deletion is lost."""
+        """Delete a small object if it equals ``expected``. A write between the check and the deletion is lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
@@ -523,7 +523,7 @@ class Location:
         In a snapshot of an object store, only the listed objects are deleted.
 
         Args:
-            last: The name of a file in this directory to delete last, so that it marks an interrupted deletion.
+            last: The name of a file in this directory to delete last, to mark an interrupted deletion.
             first: The name of a file in this directory to delete first.
         """
         self._writing().remove_tree(self._key, first, last)
@@ -531,15 +531,15 @@ class Location:
     def write_data(
         self, size: int, segments: Sequence[Segment], awaited: threading.Event | None = None, *, sync: bool = True
     ) -> None:
-        """Write one bulk data file, replacing any existing one. On return, the content is durable, but not the name.
+        """Write a bulk data file, replacing any existing one. On return, the contents are durable, but the name is not.
 
         Args:
             size: File length in bytes.
-            segments: The content in ascending order of offset; gaps are filled with zeros. Several threads may produce
-                segments at the same time.
+            segments: The contents of the file, sorted by offset; gaps are filled with zeros. Several threads may
+                produce segments at the same time.
             awaited: An event that is set when a training loop starts to wait for this call. Until then, fewer threads
                 write to a disk. None means that no training loop runs during this call.
-            sync: Whether to sync the content. If False, this is left to a later :func:`sync_all`.
+            sync: Whether to sync the contents. If False, this is left to a later :func:`sync_all`.
 
         Raises:
             StorageError: The write failed; no file is left behind.
@@ -585,7 +585,8 @@ class Location:
             size: The expected length, if known. The first request to an object store is then the first read, which
                 raises ObjectNotFoundError if there is no such object. Bytes beyond this length are never requested.
             cached: Whether to read from a disk through the page cache, which pays off if several processes read the
-                same bytes. None means that reads switch to the page cache when another such reader opens the file.
+                same bytes. None means that reads switch to the page cache when another reader with ``cached=None``
+                opens the file.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -640,7 +641,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
 
 
 class _Upload(io.BytesIO):
-    """An in-memory file whose content is uploaded when it is closed."""
+    """An in-memory file that uploads its contents when it is closed."""
 
     def __init__(self, send: Callable[[bytes], None], content: bytes) -> None:
         super().__init__()

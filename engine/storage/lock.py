@@ -33,7 +33,7 @@ class FileLock:
         self._file = file
         self._close: weakref.finalize[..., FileLock] | None = None
         self.descriptor: int | None = None  # descriptor of the open file
-        self.obstacle: OSError | None = None  # the error raised by the system if it cannot lock the file
+        self.obstacle: OSError | None = None  # the system's error if the file cannot be locked
 
     def acquire(self, flags: int) -> None:
         """Open and lock the file. If the file system does not support locks, the file stays open but unlocked.
@@ -87,7 +87,7 @@ class FileLock:
                 self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
-        """Write the content of the file, which must be empty if it is locked; ``sync`` makes it durable."""
+        """Write the contents of the file; a locked file must be empty. If ``sync`` is true, also sync the file."""
         if self.descriptor is None:
             self._file.write_bytes(content, atomic=False, sync=sync)
             return
@@ -99,7 +99,7 @@ class FileLock:
                 os.fsync(self.descriptor)
 
     def content(self, size: int | None = None) -> dict[str, Any]:
-        """Return the JSON object in the file; an empty dictionary if the file is missing or damaged."""
+        """Return the JSON object in the file, or an empty dictionary if the file is missing or damaged."""
         try:
             document = json.loads(self._file.read_own(limit=1 << 24, size=size))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
@@ -108,7 +108,7 @@ class FileLock:
 
 
 def locked_elsewhere(location: Location) -> bool:
-    """Return whether another process holds the lock on a local file; False if that is unknown."""
+    """Return whether another process is known to hold the lock on a local file."""
     try:
         descriptor = open_own(location, os.O_RDONLY)
     except OSError:
@@ -127,11 +127,11 @@ def locked_elsewhere(location: Location) -> bool:
 
 
 class SaveLock(FileLock):
-    """The marker file of a save in progress, which is locked as long as the save is alive."""
+    """The marker file of a save in progress. The file is locked as long as the save is alive."""
 
     @property
     def shows_life(self) -> bool:
-        """Whether the lock shows if the save is alive, which requires a file system that supports locks."""
+        """Whether the lock shows if the save is alive. This requires a file system that supports locks."""
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:
@@ -176,7 +176,7 @@ class SaveLock(FileLock):
         )
 
     def _acquire(self, flags: int) -> bool:
-        """Lock the file; return whether the path still leads to it."""
+        """Lock the file; return whether the path still leads to the locked file."""
         if not self._file.is_local:
             return True
         try:
@@ -190,14 +190,14 @@ class SaveLock(FileLock):
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-# Held while a lock's descriptor is opened, used or closed, so that no other thread can reuse its number for another
-# file, and during a fork, so that the child knows which descriptors to close. It is reentrant because garbage
-# collection may release a lock in the middle of such a block.
+# Held while a lock's descriptor is opened, used or closed, because another thread could reuse its number for another
+# file. Also held during a fork, because the child must know which descriptors to close. Reentrant, because garbage
+# collection may release a lock while this thread is inside such a block.
 _descriptors = threading.RLock()
 
 
 def _in_child() -> None:
-    """Close the parent's lock files in a forked child, which would otherwise hold the locks after the parent dies."""
+    """Close the parent's lock files in a forked child, because the child would hold the locks after the parent dies."""
     for lock in list(_held):
         lock.release()
     _descriptors.release()

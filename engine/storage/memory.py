@@ -1,4 +1,4 @@
-"""``memory://``, a TensorStore key-value store in the memory of this process. Its formats are the same as on disk."""
+"""The ``memory://`` backend: a TensorStore key-value store in process memory, with the same formats as on disk."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ class MemoryBackend(ObjectStoreBackend):
         return answer.value if answer.state == "value" else None, answer.stamp.generation
 
     def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
-        # No object has an empty key, so the generation of the empty key is that of a missing object.
+        # No object has an empty key, so the empty key has the generation of a missing object.
         expected = self.read_generation("")[1] if generation is None else generation
         return bool(self.request(key, "write", lambda: self._store.write(key, data, if_equal=expected)).generation)

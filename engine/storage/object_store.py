@@ -38,15 +38,15 @@ _logger = logging.getLogger("holdfast")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-RETRIES = 8  # maximum retries per request; if the service stays unreachable, they take about two minutes
-# Seconds after which a request fails even if the client would still retry, because a service may never respond.
+RETRIES = 8  # maximum number of retries per request; if the service stays unreachable, they take about two minutes
+# Seconds after which a request fails, even if the client would retry, because the service may never respond.
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning is logged about a pending request
-SLOWEST = 64 << 10  # bytes per second; the time limit grows by the transfer time at this speed
-# Offsets beyond this number of bytes are first checked against the object's size, because no object is that large.
+SLOWEST = 64 << 10  # minimum transfer speed, in bytes per second, that time limits allow for
+# No object is larger than this number of bytes. Before a read at a larger offset, the object's size is checked.
 _LONGEST_RANGE = 1 << 50
-GARBLED = 3  # maximum attempts at a request if the responses cannot be parsed
-UNKNOWN_SIZE = 32 << 20  # bytes assumed for the time limit if the length of an object is unknown
+GARBLED = 3  # maximum number of attempts at a request if the responses cannot be parsed
+UNKNOWN_SIZE = 32 << 20  # object length in bytes assumed for time limits if the actual length is unknown
 
 _TOGETHER = 1000  # maximum number of objects that one request can delete
 _SMALL = 64 << 10  # number of bytes to request first if the length of an object is unknown
@@ -78,7 +78,7 @@ class _Pending(Protocol[T_co]):
 
 
 class ObjectStoreBackend:
-    """An object store. Its directories are key prefixes, which exist as long as there are objects below them."""
+    """An object store. A directory is a key prefix, and exists as long as there are objects below it."""
 
     is_local = False
     given: Any = None  # the file system object that the caller passed, if any
@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key (with ``itself``, also the key). Others with its prefix may appear."""
+        """Return the sorted names below a key; ``itself`` adds the key. Other names with the prefix may be included."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -116,7 +116,7 @@ class ObjectStoreBackend:
         raise StorageError(f"{self.url(key)} is read-only")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        # The stream is allocated at its final length, so that it can return its bytes without a copy.
+        # Allocate the stream at its final length, which lets it return its bytes without a copy.
         stream = io.BytesIO(bytes(size))
         for part in file_parts(size, segments):
             stream.write(part.data)
@@ -150,11 +150,11 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service honours conditional writes, which may be tested by writing ``data``."""
+        """Return whether the service honours conditional writes. To test this, ``data`` may be written."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
-        """Return the content of an object (None if missing) and its generation, which changes with every write."""
+        """Return the contents of an object (None if missing) and its generation. Every write changes the generation."""
         raise NotImplementedError
 
     def write_where(self, key: str, data: bytes, generation: Any) -> bool:
@@ -237,7 +237,7 @@ class ObjectStoreBackend:
             content, generation = self.read_generation(key)
             if content != expected:
                 return content == data
-        # If the response to a successful write is lost, the retry is refused, so the content is compared as well.
+        # If the response to a successful write is lost, the retry is refused, so compare the contents as well.
         return self.write_where(key, data, generation) or self.read_generation(key)[0] == data
 
     def remove_if(self, key: str, expected: bytes) -> None:
@@ -324,7 +324,7 @@ class ObjectStoreBackend:
         return type(error)(f"{error}{advice}") if advice else error
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
-        """Return a copy of this store with a frozen listing of the objects below a key, always including ``known``."""
+        """Return a copy of this store with a frozen listing of ``known`` and all objects below a key."""
         frozen = copy.copy(self)
         frozen._listing = None
         prefix = f"{key}/" if key else ""

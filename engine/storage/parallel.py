@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 # Maximum number of concurrent small requests or range reads over a network. Waiting threads cost little.
 REQUESTS = 16
-UPLOADS = 8  # maximum number of concurrent uploads of data files; small because some are copied to memory first
+UPLOADS = 8  # maximum number of concurrent uploads of data files; low because some files are copied to memory first
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -82,11 +82,11 @@ def parallel_map(
 ) -> list[R]:
     """Call ``work`` for every item, in the calling thread and in helper threads; return the results in order.
 
-    If a training loop runs during this call, ``awaited`` is set when the loop starts to wait for it. Until then, at
-    most ``beside`` threads work; afterwards, more helpers start. If ``awaited`` is None, no training loop runs. After
-    the first exception in any thread, including an interrupt, no further item is started, and ``stop`` is set so that
-    long-running work can end early. The exception is raised once all helpers have ended. Helpers are named ``name``-1,
-    ``name``-2 and so on.
+    If a training loop runs during this call, ``awaited`` is set when the loop starts to wait for the call. Until then,
+    at most ``beside`` threads work; afterwards, more helpers start. If ``awaited`` is None, no training loop runs.
+    After the first exception in any thread, including an interrupt, no further items are processed, and ``stop`` is set
+    so that long-running work can end early. The exception is raised once all helpers have ended. Helpers are named
+    ``name``-1, ``name``-2 and so on.
     """
     most = min(max_concurrency, len(items))
     if most <= 1:
@@ -112,7 +112,7 @@ class _SharedWork(Generic[T, R]):
     work: Callable[[T], R]
     items: Sequence[T]
     most: int  # maximum number of threads once the call is awaited
-    at_first: int  # maximum number of threads before that
+    at_first: int  # maximum number of threads until then
     awaited: threading.Event | None
     name: str
     stopped: threading.Event

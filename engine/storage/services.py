@@ -1,7 +1,7 @@
 """Addresses, settings and credentials of S3, Google Cloud Storage and Azure Blob Storage.
 
 A URL names only the bucket and the object. Everything else comes from the environment variables and configuration files
-of each service's own tools. boto3, google-auth and azure-identity read those that obstore does not support.
+of each service's own tools. boto3, google-auth and azure-identity read the sources that obstore does not support.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
-_AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of account names
+_AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of the host names of accounts
 _AZURE_SERVICES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
 """Matches the uppercase names of variables that select the service, but not of variables that hold keys or tokens."""
 _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
@@ -68,7 +68,7 @@ class S3(CloudBackend):
         config: dict[str, Any] = {
             "region": region,
             "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
-            "disable_bulk_delete": not once,  # only callers with a fallback use it, because some services lack it
+            "disable_bulk_delete": not once,  # some services lack it, so only callers with a fallback use it
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")

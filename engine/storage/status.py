@@ -39,12 +39,12 @@ OS_ERRORS = {number: cls for cls, numbers in _NUMBERS.items() for number in numb
 _UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
-    if hasattr(errno, name)  # some systems do not define all of them
+    if hasattr(errno, name)  # some systems do not define all error numbers
 )
 """Error numbers that indicate a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
 _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
-"""Error numbers raised when one of our files is opened, replaced or removed, but the path is not a regular file."""
+"""Error numbers raised by opening, replacing or removing one of our files if its path is not a regular file."""
 
 
 class UnknownSchemeError(InvalidLocationError):
@@ -109,7 +109,7 @@ _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"status code: 30\d", InvalidLocationError),
     (r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ ", StorageUnavailableError),
 )
-"""Patterns for errors for which obstore has no class. The first four take precedence over the class that it reports."""
+"""Patterns for errors that obstore has no class for. The first four take precedence over the class it reports."""
 
 _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
     "FileNotFoundError": ObjectNotFoundError,
@@ -163,7 +163,7 @@ def is_unreadable(error: object) -> bool:
 
 
 def is_strange(error: StorageError) -> bool:
-    """Return whether an error means that a path leads to something other than a regular file of our own."""
+    """Return whether an error means that one of our paths leads to something other than a regular file."""
     return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
@@ -217,7 +217,7 @@ def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError
 
 
 def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
-    """Return an error with the message "cannot ``action`` ``path``: ``reason``", plus advice and without secrets."""
+    """Return an error with the message "cannot ``action`` ``path``: ``reason``" and advice, with all secrets masked."""
     advice = next((_ADVICE[base] for base in cls.__mro__ if base in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
         advice = "set the clock of this machine, which is many minutes off from that of the service"
@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError if a value is invalid in an HTTP header, which makes clients abort the process."""
+    """Raise StoragePermissionError for a value that is invalid in an HTTP header; clients would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} contains a character that a header cannot have, perhaps a "
