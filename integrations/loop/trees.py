@@ -83,7 +83,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, or None if it has none; each update makes a new array."""
+        """Return the update counter of the ``nnx.Optimizer``, a new array after each update, or None if it has none."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
