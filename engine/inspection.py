@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory; return None if a run has deleted the step, and thus its record, in the meantime."""
+    """Verify a step in a directory, or return None if a run has deleted the step and its record in the meantime."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None

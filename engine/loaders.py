@@ -107,7 +107,7 @@ class LoaderPosition:
         return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a new or resumed run; ``announce`` logs a message for the user."""
+        """Begin a new or resumed run. ``announce`` logs a message for the user."""
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
@@ -160,7 +160,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state, except to global generators. Return it, and whether it contains unexpected parts."""
+        """Apply the saved state, except to global generators. Return the state and whether it has other parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})

@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Base class for observers of a process's runs. Its methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the location to use instead of the given location; by default, both are the same.
+        """Return the location to use instead of ``url``, which is ``url`` itself by default.
 
         Args:
             url: A URL or an absolute path.

@@ -29,7 +29,7 @@ class Progress(Protocol):
     """
 
     def expect(self, nbytes: int) -> None:
-        """Increase the number of bytes to process; called before they are processed, possibly several times."""
+        """Increase the number of bytes to process. Called before the bytes are processed, possibly several times."""
 
     def advance(self, nbytes: int) -> None:
         """Increase the number of processed bytes."""

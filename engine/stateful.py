@@ -298,7 +298,7 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader; return a note for users about the next loop over it, or ""."""
+    """Restore the position of a torchdata loader. Return a note for users about their next loop over it, or ""."""
     # The global generators are reset when the next loop has started, unless a step was reported before that.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators

@@ -143,7 +143,7 @@ class LateMetrics:
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
-    """Return a commit record merged with the metrics added to its checkpoint; the latest value wins."""
+    """Return a commit record merged with the metrics added to its checkpoint. The latest value of a metric wins."""
     for identity, _, metrics in sorted(added, key=lambda addition: addition[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
@@ -203,7 +203,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how many times to read data before treating it as damaged; a network may corrupt a single response."""
+    """Return how often to read data before treating it as damaged, because a network may corrupt a response."""
     return 3 if location.is_remote else 1
 
 
@@ -279,7 +279,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the metadata of a run, if any; log a warning if its path is occupied by something else."""
+    """Store the metadata of a run, if any. Log a warning if something else occupies its path."""
     if metadata is None:
         return
     (location / METADATA).check_not_link()
@@ -466,7 +466,7 @@ def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> i
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path, record and directory entry of each file in a commit record; missing files have no entry."""
+    """Return the path, record and directory entry of each file in a commit record. Missing files have no entry."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths

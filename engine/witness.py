@@ -239,7 +239,7 @@ def file_name(process: int) -> str:
 
 
 def read_records(folder: Location, process: int, checkpoint: str) -> Records:
-    """Read the records of a checkpoint; the result is empty unless an intact file belongs to this checkpoint."""
+    """Read the records of a checkpoint. The result is empty unless an intact file belongs to this checkpoint."""
     try:
         content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):

@@ -30,7 +30,7 @@ GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return the tree to save for an extra; for a stateful object, the tree is a snapshot."""
+    """Return the tree to save for an extra. The tree of a stateful object is a snapshot."""
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 

@@ -134,7 +134,7 @@ class FirstSteps:
             self._looks.append(self._look(start.step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
-        """Check a report before it is processed; raise StateError if a resume could not restore its state."""
+        """Check a report before it is processed. Raise StateError if a resume could not restore its state."""
         self._reports, self._extras = self._reports + 1, extras
         if not self._looks:
             return
@@ -150,7 +150,7 @@ class FirstSteps:
             self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one refers to tensors
 
     def look_at_save(self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]]) -> bool:
-        """Check a report before it is saved, and whether a resume would refuse it; return True after the last check."""
+        """Check a report before it is saved, and whether a resume would refuse it. Return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -336,7 +336,7 @@ def _is_unread(extra: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Return a part that identifies a torch state dict, because no other dict shares it; None for other values."""
+    """Return a part of a torch state dict that is unique to it and thus identifies it, or None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)

@@ -49,7 +49,7 @@ class InitialState:
             self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
-        """Raise OptionError if the given state is abstract; called if there is no checkpoint to provide the values."""
+        """Raise OptionError if the given state is abstract. Called if there is no checkpoint to provide the values."""
         if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
             raise OptionError(
                 f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
@@ -173,7 +173,7 @@ class Hyperparameters:
     def settle(
         self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters; log differences that the run did not cause."""
+        """Return the restored state with the chosen hyperparameters. Log differences that the run did not cause."""
         is_mine = counting == "program"
         began = {} if is_mine else began
         self._options = list(_options(state, extras))  # collected again, because a restore replaces these groups

@@ -61,7 +61,7 @@ class PreemptionSignal:
 
     @property
     def received(self) -> bool:
-        """True if a signal has arrived; cheap enough to be read in evaluation loops."""
+        """True if a signal has arrived. This is cheap enough to read in evaluation loops."""
         return self._received is not None
 
     @property
@@ -122,7 +122,7 @@ class PreemptionSignal:
             self.signals = (*self.signals, number)
 
     def reached(self) -> bool:
-        """Return whether to stop now; in a ``jax.distributed`` run, every process must call this after every step."""
+        """Return whether to stop now. In a ``jax.distributed`` run, every process must call this after every step."""
         if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
         self._asked += 1

@@ -47,7 +47,7 @@ _SAMPLES = 3  # number of consecutive slow steps that cause the warning, which r
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The arguments of ``on_step``; the extras include the global generators."""
+    """The arguments of ``on_step``. The extras include the global generators."""
 
     step: int
     state: Any
@@ -69,7 +69,7 @@ class Report:
         return min((count for count in left if count is not None), default=None)
 
     def seen(self, positions: Mapping[str, Any]) -> Seen:
-        """Return the values that the witness records; ``positions`` holds snapshots of the extras at this step."""
+        """Return the values that the witness records. ``positions`` holds snapshots of the extras at this step."""
         extras = self.extras
         generators = {
             name: positions[name] if name in positions else state_of(extra)
@@ -260,7 +260,7 @@ class StepSaver:
         try:
             if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False
-        except SaveFailedError:  # the previous save has failed; this one is in progress
+        except SaveFailedError:  # the previous save has failed; the new save is in progress
             self._saved = self.step
             raise
         self._saved = self.step

@@ -215,7 +215,7 @@ def _first_open(answers: list[Any]) -> list[int] | None:
 def stop_of(
     processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
 ) -> Stop:
-    """Return the `Stop` of a process group; ``validation_batches`` returns the number of batches in a validation."""
+    """Return the `Stop` of a process group. ``validation_batches`` returns the number of batches in a validation."""
     group = None if preemption.is_agreed else processes.rendezvous("where to stop")
     if group is None:
         return Stop(preemption)

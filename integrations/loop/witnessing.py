@@ -160,7 +160,7 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Record and compare a step report before the step is saved; raise StateError if ``on_inexact`` requires it."""
+        """Record and compare a step report before the step is saved. Raise StateError if ``on_inexact`` requires it."""
         # ``look`` is called only if the step is recorded or compared. ``mark`` holds the epochs of the step: the
         # first step of each epoch is always recorded.
         if self.error is not None:
@@ -190,7 +190,7 @@ class Witness:
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
-        """Record the save of a step, which ends the comparison; raise StateError as :meth:`note` does."""
+        """Record the save of a step, which ends the comparison. Raise StateError as :meth:`note` does."""
         # If the step was just ``reported``, its record is reused, because no value has changed since.
         with self._only_logged():
             if self._recorder is None:
