@@ -160,7 +160,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state, except to global generators. Return the state and whether it has other parts."""
+        """Apply the saved state, except to global generators. Return the state and whether it has unexpected parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})
