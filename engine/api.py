@@ -25,17 +25,17 @@ T = TypeVar("T")
 def save(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> SaveReport:
-    """Save a tree as an atomic and checksummed checkpoint, and return when it is durable.
+    """Save a tree as an atomic, checksummed checkpoint, and return once it is durable.
 
     Args:
         path: The destination, as a path or URL; it must not exist unless ``overwrite`` is true.
         tree: Containers (dict, list, tuple, namedtuple, dataclass, any type registered with JAX) of numpy, JAX and
             torch arrays, Python and numpy scalars, text, bytes and None.
-        overwrite: Whether to replace an existing checkpoint. After a crash, either the old or the new one is intact.
-        layout: Sizes of chunks, segments and data files.
+        overwrite: Whether to replace an existing checkpoint. A crash leaves either the old or the new one intact.
+        layout: The sizes of chunks, segments and data files.
 
     Returns:
-        The report of the save.
+        A report on the save.
 
     Raises:
         UnsupportedLeafError: Some leaves cannot be saved; the message lists all of them. Nothing was written.
@@ -69,8 +69,8 @@ def save_async(
     Args:
         path: The destination, as a path or URL; it must not exist unless ``overwrite`` is true.
         tree: The tree to save, as for :func:`save`.
-        overwrite: Whether to replace an existing checkpoint. After a crash, either the old or the new one is intact.
-        layout: Sizes of chunks, segments and data files.
+        overwrite: Whether to replace an existing checkpoint. A crash leaves either the old or the new one intact.
+        layout: The sizes of chunks, segments and data files.
 
     Returns:
         A Future that resolves to the report of the save once the checkpoint is durable. It cannot be cancelled. If the
@@ -127,7 +127,7 @@ def load(
     subset: bool = False,
     **unknown: Never,
 ) -> Any:
-    """Load a checkpoint, without requiring the devices or frameworks that it was saved with.
+    """Load a checkpoint, even without the devices and frameworks that it was saved with.
 
     Args:
         path: A checkpoint, or a directory of steps, whose newest step is loaded. Other libraries' formats are also
@@ -265,8 +265,8 @@ def load_transformed(
             value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read each leaf when it is
             accessed. Both receive read-only arrays, and their results must fit the new tree.
         new_tree: The template. Its containers, array libraries and shardings determine the result, and its dtypes
-            and shapes are checked. ``...`` stands for the saved leaf. Leaves that keep the value of the new tree must
-            have one; all others may be abstract, such as ``jax.ShapeDtypeStruct``.
+            and shapes are checked. ``...`` stands for the saved leaf. Leaves that keep their value from the new
+            tree must not be abstract; all others may be, such as ``jax.ShapeDtypeStruct``.
         default_to_original: Whether keys without a transformation come from the checkpoint if it has them (True)
             or from the new tree (False).
         item: The item to load; required if the checkpoint has several trees.

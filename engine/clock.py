@@ -13,13 +13,13 @@ from .errors import OptionError
 
 
 class Clock(Protocol):
-    """Protocol of a time source."""
+    """Protocol for time sources."""
 
     def now(self) -> float:
         """Return the wall-clock time in seconds since 1970-01-01 UTC; it may jump in either direction."""
 
     def monotonic(self) -> float:
-        """Return seconds on a clock that never goes backwards; only differences are meaningful."""
+        """Return the time in seconds on a clock that never goes backwards; only differences are meaningful."""
 
 
 class SystemClock:
@@ -30,7 +30,7 @@ class SystemClock:
         return time.time()
 
     def monotonic(self) -> float:
-        """Return seconds on a clock that never goes backwards."""
+        """Return the time in seconds on a clock that never goes backwards."""
         return time.monotonic()
 
 
@@ -103,6 +103,6 @@ def format_duration(seconds: float) -> str:
             parts.append(f"{count:.0f}{unit}")
     rest = round(rest, 3)
     if rest or not parts:
-        # Format the original value if rounding has reduced a duration below half a millisecond to zero.
+        # If rounding has reduced a tiny duration to zero, format the original value.
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)

@@ -207,12 +207,12 @@ def shortened_text(text: str) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Return at most 20 lines, plus a line with the number of omitted lines if there are more."""
+    """Return the first 20 lines, plus a line with the number of omitted lines if there are more."""
     return [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else list(lines)
 
 
 def itemized(headline: str, lines: Sequence[str]) -> str:
-    """Return a headline followed by indented lines, of which at most 20 are shown."""
+    """Return a headline followed by the first 20 lines, indented."""
     return "\n  ".join([headline, *first_lines(lines)])
 
 

@@ -72,7 +72,7 @@ class Fingerprints:
         self._last: dict[str, Fact] = {}
 
     def changes(self) -> dict[str, Fact | None]:
-        """Return the facts that are new or have changed since the last call, and None for objects that are gone."""
+        """Return the facts that are new or have changed since the last call, with None for objects that are gone."""
         now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
@@ -81,20 +81,20 @@ class Fingerprints:
 
 
 def facts() -> dict[str, Fact]:
-    """Return the fingerprints, by name, of all objects reachable from running functions and from modules."""
+    """Return the fingerprints of all objects that are reachable from running functions and modules, by name."""
     by_name = dict(_global_generators())
-    # Search functions and modules separately, because the variables of many modules would exhaust a common limit.
+    # Search functions and modules separately, because the variables of many modules would exhaust a shared limit.
     groups = [list(_functions()), list(_modules())]
     visited = {id(space) for group in groups for _, _, space in group}
     looked: list[tuple[str, Any]] = []  # references that keep objects alive, so that ids are not reused
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader that hf.skip_to wraps
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as a loader wrapped by hf.skip_to
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # one may be referenced only by a for loop
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # a loader may be referenced only by a for loop
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -227,7 +227,7 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
-    """Return the kind of an object and a digest of its state; None if it has no state."""
+    """Return the kind of an object and a digest of its state, or None if the object has no state."""
     if isinstance(obj, bool | int | float) or (isinstance(obj, str) and len(obj) <= _TEXT):
         return "value", repr(obj)
     if isinstance(obj, random.SystemRandom):
@@ -285,7 +285,7 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
 
 
 def _is_position(cls: type) -> bool:
-    """Return whether plain attributes of a class's instances may hold a position in the data."""
+    """Return whether instances of a class may hold a data position in plain attributes."""
     names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

@@ -121,7 +121,7 @@ class ExplainsNames:
 
         def __getattr__(self, name: str) -> Never:
             hint = object_instead_of(name)
-            about = {} if hint else {"name": name, "obj": self}  # these make a traceback suggest the closest name
+            about = {} if hint else {"name": name, "obj": self}  # with these, a traceback suggests the closest name
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", **about)
 
 
@@ -131,7 +131,7 @@ def foreign_hint(name: str) -> str:
 
 
 def instead_of(name: str, accepted: Collection[str]) -> str:
-    """Return a message suffix that suggests the equivalent of an unknown argument or, without one, the closest name."""
+    """Return a message suffix that suggests the equivalent of an unknown argument, or else the closest name."""
     if hint := foreign_hint(name):
         return hint
     import difflib  # imported lazily, because only error messages need it
@@ -143,7 +143,7 @@ def instead_of(name: str, accepted: Collection[str]) -> str:
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """Raise an UnknownArgumentError that lists the accepted keyword-only arguments if there are unknown ones."""
+    """If there are unknown arguments, raise an UnknownArgumentError that lists the accepted keyword-only ones."""
     if unknown:
         parameters = inspect.signature(function).parameters.items()
         accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]

@@ -1,6 +1,6 @@
 """Locks and properties that a forked process, such as a data loader's worker, can safely inherit.
 
-Only the forking thread continues in the child, where a lock that another thread held during the fork would stay locked
+Only the forking thread exists in the child, so a lock that another thread held during the fork would stay locked
 forever. Every lock that a child may use is therefore a :class:`Lock`, and cached properties use no locks.
 """
 

@@ -19,9 +19,9 @@ from .errors import DamagedCheckpointError, OptionError, shortened
 from .pytree import flatten, is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
-"""Keys of a saved state, for the generators that steps have drawn from and for all other, idle generators.
+"""Keys of a saved state: ``DRAWN`` for the generators that steps have drawn from, and ``IDLE`` for all others.
 
-An idle generator may be unseeded, and its state may therefore differ between runs of the same program.
+An idle generator may be unseeded, so its state may differ between runs of the same program.
 """
 
 _SEEDS = "seed_seq"  # key of a numpy Generator's seed sequence, saved only if the Generator has spawned others
@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the global generators to states from :func:`as_tree`; return the names of those that this process lacks."""
+    """Set the global generators to states from :func:`as_tree`; return the names of missing generators."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # format used by the first version in Lightning runs
+    if isinstance(saved, dict):  # the format that the first version used in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None
@@ -138,7 +138,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
 
 
 class GlobalGenerators:
-    """A stateful object for the global generators, restored last because restoring other objects may draw from them."""
+    """The global generators as a stateful object, which is restored last because other restores may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -202,12 +202,12 @@ def _equal(left: Any, right: Any) -> bool:
         return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
     if type(left).__eq__ is without and type(right).__eq__ is without:
-        return True  # such objects compare by identity, which does not show whether they are equal
+        return True  # such objects compare by identity, which does not show whether their contents are equal
     return bool(left == right)
 
 
 def differing_parts(left: Any, right: Any) -> str:
-    """Return a text that lists the paths at which two states differ."""
+    """Describe the paths at which two states differ."""
     flat = [flatten(state) for state in (left, right)]
     values, others = (dict(zip(part.names, part.values, strict=True)) for part in flat)
     names = values.keys() | others.keys()
@@ -215,7 +215,7 @@ def differing_parts(left: Any, right: Any) -> str:
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf (``global_generators.idle.python``) belongs to a generator that no step has drawn from."""
+    """Return whether a leaf belongs to an idle generator, as ``global_generators.idle.python`` does."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 
@@ -248,12 +248,12 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state from :func:`generator_state`, which may have been saved and loaded."""
+    """Set a generator to a state from :func:`generator_state`, possibly one that was saved and loaded."""
     if isinstance(generator, np.random.Generator):
         # Some numpy bit generators require an array of words, so pass on the loaded array unchanged.
         own: Any = generator.bit_generator
         own.state = state
-        with contextlib.suppress(KeyError, TypeError):  # the generator has not spawned any, or numpy is older than 2.0
+        with contextlib.suppress(KeyError, TypeError):  # the generator spawned no others, or numpy is older than 2.0
             own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:

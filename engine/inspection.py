@@ -34,13 +34,13 @@ class LeafSummary:
     """A summary of one leaf of a checkpoint.
 
     Attributes:
-        item: The item that contains the leaf; ``state/own/1`` for objects that process 1 saved for itself.
+        item: The item that contains the leaf, such as ``state``; ``state/own/1`` for objects that only process 1 saved.
         path: The path of the leaf in the tree, such as ``params/Dense_0/kernel``.
         kind: The kind of the saved leaf: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
         shape: The shape of the array; ``()`` for a value that is not an array.
         dtype: The name of the dtype, or None for a value that is not an array.
-        sharding: The sharding of the saved array over devices, or ``""``.
-        bytes: The size of the elements in bytes.
+        sharding: The sharding of the saved array across devices, or ``""`` if it has none.
+        bytes: The total size of the elements in bytes.
         value: The value of a leaf that is not an array, truncated if it is long; None for arrays.
     """
 
@@ -112,7 +112,7 @@ def _value_text(leaf: SavedLeaf) -> str:
     return shortened_text(text)
 
 
-_LISTINGS = 3  # attempts to list the steps, in case a run deletes all of them before they are read
+_LISTINGS = 3  # maximum number of listings, because a run may delete all listed steps before they are read
 
 # ---- verification, which checks every byte and reports problems by file and leaf
 
@@ -158,7 +158,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
     Args:
         path: A checkpoint, or a directory of steps.
         step: The step to verify in a directory of steps; None verifies all steps.
-        progress: An object to which the number of bytes to read and the progress are reported.
+        progress: An object that receives the number of bytes to read and the progress in bytes.
 
     Returns:
         A report of the problems in each checkpoint, by file and leaf.
@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory; return None if a run has deleted the step, and thus its record, in the meantime."""
+    """Verify a step in a directory, or return None if a run has deleted the step and its record in the meantime."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None
@@ -208,7 +208,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
         for problem in _verify_item(location / item.folder, item, share.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
-    # Some files of an item, such as records of components, do not belong to any of its trees.
+    # Also check files of an item that do not belong to any of its trees, such as records of components.
     read = {path for part in parts.values() for path in part.paths}
     others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]

@@ -1,4 +1,4 @@
-"""Builds the command that installs extras for this copy of holdfast, and detects another project's package."""
+"""Builds the command that installs extras for this copy of holdfast, and warns about other ``holdfast`` packages."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class CheckpointSummary:
         bytes: The total size of the step's files in bytes.
         shared_bytes: The size in bytes of files that other steps share through hard links. Deleting only this step
             does not free these bytes, but a copy of the step contains them.
-        added_bytes: The size in bytes of files that no earlier step in the list contains. The sum over all steps is
-            the disk space that they occupy.
+        added_bytes: The size in bytes of files that no earlier step in the list contains. Summed over
+            all steps, this is the disk space that the steps occupy.
         metrics: The metrics stored with the step, or None.
         reason: The reason why the step was saved.
         kept: The reasons why the step is kept, if they are known.
@@ -51,8 +51,8 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     """List the steps in a directory, reading only their commit records and file sizes.
 
     Args:
-        directory: A manager's directory, or another library's directory of steps. Steps with several prefixes, such as
-            ``a-1`` and ``b-1``, are all listed.
+        directory: A manager's directory, or another library's directory of steps. Steps with
+            different prefixes, such as ``a-1`` and ``b-1``, are all listed.
 
     Returns:
         The steps, including damaged steps and folders without a commit record, sorted by prefix and step.

@@ -42,7 +42,7 @@ def nodes_of(obj: Any) -> list[Any]:
 
 
 def is_accelerate_loader(obj: object) -> bool:
-    """Return whether a loader was created by ``Accelerator.prepare``, whose loaders mimic the loader that they wrap."""
+    """Return whether a loader was created by ``Accelerator.prepare``; such loaders mimic the loader that they wrap."""
     return derives(obj, "DataLoaderAdapter", "accelerate.")
 
 
@@ -60,11 +60,11 @@ _ORDER = "state"  # value that the user's state function returned at that time
 _VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
 LAST = "last"  # checksum of the latest batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether the latest batch was the last of its epoch
-_NOW = "now"  # current states of the loader's own generators and _ORDER, which other code may change
+_NOW = "now"  # current states of the loader's own generators and of _ORDER, because other code may change them
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # maximum number of requests after a stop, to end an enclosing ``while step < total``
+_MOST_REFUSED = 10_000  # maximum number of requests after a stop, to end loops such as ``while step < total``
 _LONG = 5.0  # seconds of redrawing after which a message is logged
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -76,7 +76,7 @@ Announce = Callable[..., object]  # takes a message and its arguments, like logg
 
 
 class LoaderPosition:
-    """A position in a loader's batches; base class of the loaders that :func:`skip_to` and ``resumable`` return."""
+    """Base class of the loaders that :func:`skip_to` and ``resumable`` return. It tracks a position in the batches."""
 
     _function = "skip_to"  # name of the public function, for messages
 
@@ -107,11 +107,11 @@ class LoaderPosition:
         return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a new or resumed run; ``announce`` logs a message for the user."""
+        """Begin a new or resumed run. ``announce`` logs a message for the user."""
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Yield no more batches after a stop; a program that keeps requesting batches then exits with this status."""
+        """Stop yielding batches. If the program keeps requesting batches, it exits with this status."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
@@ -160,7 +160,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state, except to global generators; return the state and whether it has unexpected parts."""
+        """Apply the saved state, except to global generators. Return the state and whether it has unexpected parts."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})
@@ -196,7 +196,7 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that uses global generators draws other numbers here, because the model does not draw in between.
+        # A dataset that uses global generators draws different numbers here, because the model draws none in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
@@ -237,7 +237,7 @@ class LoaderPosition:
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn about state that was either saved or passed now, but not both; return whether there is any."""
+        """Warn about state that was only saved or only passed to this run, and return whether there is any."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -539,7 +539,7 @@ def without_generators(obj: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws the loader's order at random and has no restorable state, or None."""
+    """Return the name of the sampler that draws the loader's order at random without a restorable state, or None."""
     # Iterators of torchdata samplers have states, but torchdata's nodes do not save them.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):

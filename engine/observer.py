@@ -1,8 +1,8 @@
 """Observers, which receive the events of runs and may redirect paths, change options and request saves.
 
 A manager takes an observer as ``observer=``. By default, it uses the process's observer from :func:`process_observer`,
-which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In other programs, that observer
-does nothing.
+which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In other programs, the process's
+observer does nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Literal, Protocol, TypeVar
 from .errors import StateError
 
 OBSERVER = "HOLDFAST_OBSERVER"
-"""Environment variable with the name of the function that creates a process's observer, as ``module:function``."""
+"""Environment variable that names the function that creates a process's observer, as ``module:function``."""
 
 DRILL = "HOLDFAST_DRILL"
 """Environment variable with the folder of the rehearsal, set in programs that ``holdfast drill`` rehearses."""
 
-STRAYS = "strays.jsonl"  # file in that folder, with one line for each process that was started without DRILL
+STRAYS = "strays.jsonl"  # file in the rehearsal's folder, with one line for each process that was started without DRILL
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` follows an update, ``saving`` precedes the writing of a step's files (possibly in
@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Base class for observers of a process's runs. Its methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the location to use instead of the given location; by default, both are the same.
+        """Return the location to use instead of ``url``, which is ``url`` itself by default.
 
         Args:
             url: A URL or an absolute path.
@@ -56,11 +56,11 @@ class Observer(Protocol):
         return options
 
     def joins(self, process: int, count: int) -> None:
-        """Called when a manager is created by one of ``count`` processes that save together."""
+        """Called when one of ``count`` processes that save together creates a manager."""
         return
 
     def wants(self, step: int) -> str | None:
-        """Return a reason to save a step for which no trigger is due, or None."""
+        """Return a reason to save a step even though no trigger is due, or None."""
         return None
 
     def steps_after_signal(self, most: int) -> int:
@@ -68,7 +68,7 @@ class Observer(Protocol):
         return most
 
     def reached(self, point: Point, step: int | None) -> None:
-        """Called on the thread that passes a point of the run; a point may be passed several times."""
+        """Called when the run passes a point, on the thread that passes it. This may happen several times per point."""
         return
 
     def event(self, event: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The protocol with which a program receives the progress of a long-running call, and shares of that progress."""
+"""A protocol for receiving the progress of a long-running call, and shares of that progress."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .forks import Lock
 class Progress(Protocol):
     """Receives the progress, in bytes, of a long-running call. Methods are called often, by several threads at once.
 
-    An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by the
-    full number of expected bytes.
+    An exception raised by a method ends the call, as an interrupt would. When a call returns successfully, the numbers
+    passed to ``advance`` add up to the numbers passed to ``expect``.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -29,7 +29,7 @@ class Progress(Protocol):
     """
 
     def expect(self, nbytes: int) -> None:
-        """Increase the number of bytes to process; called before they are processed, possibly several times."""
+        """Increase the number of bytes to process. Called before the bytes are processed, possibly several times."""
 
     def advance(self, nbytes: int) -> None:
         """Increase the number of processed bytes."""
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` bytes in a call's progress, for work in other units; a successful exit reports the rest."""
+    """A share of ``nbytes`` bytes in a call's progress, for work in other units. A successful exit reports the rest."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

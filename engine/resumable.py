@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
         self._turn = 0  # counter that changes when a loop starts or a state is set
         self._reported = 0  # value of _turn at the last reported step
-        self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
+        self._loops: set[bool] | None = set()  # whether loops of the run reported steps; None once a warning is logged
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -140,7 +140,7 @@ class ResumableLoader(LoaderPosition):
         self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run; batches that were taken before a new run, for example to inspect the data, do not count."""
+        """Begin a run. Batches taken before a new run, for example to inspect the data, do not count."""
         super().begin_run(announce)
         self._loops = set()
         self._announce = announce if self._loads_again and self._has_indices else None

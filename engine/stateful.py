@@ -3,7 +3,7 @@
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
 (CLU's iterators over tf.data), or if it is a random generator of numpy or the standard library. A Ray actor handle is
-stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` make loaders stateful. :func:`state_of`
+stateful if the actor has these methods. ``hf.resumable`` and ``hf.skip_to`` make loaders stateful. :func:`state_of`
 returns the state as a tree of containers, arrays and plain values, and :func:`restore_state` restores it from a tree
 that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` converts these trees.
 """
@@ -51,7 +51,7 @@ def is_stateful(obj: object) -> bool:
 
 
 def is_stream(obj: object) -> bool:
-    """Return whether an object has its own state in each process, as a data position does, but a scheduler does not."""
+    """Return whether an object has a separate state in each process, like a data position and unlike a scheduler."""
     methods = _methods(adapted(obj))
     if methods is None:
         return is_generator(obj) or _writes_files(obj)
@@ -92,7 +92,7 @@ def state_of(obj: object) -> Any:
 
 
 def begins_epoch(obj: object) -> bool:
-    """Return whether restoring an object draws from torch's global generator, which must then be restored later."""
+    """Return whether restoring an object draws from torch's global generator, which must then be restored last."""
     cls = type(obj)
     is_iterable = hasattr(cls, "__iter__") and not hasattr(cls, "__next__")
     return isinstance(obj, SkippedLoader) or (is_iterable and _methods(obj) == METHODS[1])
@@ -102,7 +102,7 @@ Prepare = Callable[[Any, Any], Any]  # takes an object and its decoded state, an
 
 
 def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
-    """Restore a state from :func:`state_of`; return the object, or the saved value if the object is plain data."""
+    """Restore a state from :func:`state_of`. Return the object, or the saved value if the object is plain data."""
     if is_actor(obj):
         restore_state(adapted(obj), state)
         return obj
@@ -114,7 +114,7 @@ def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: s
         loader: Any = obj
         restore_loader(loader, state, prepare)
         if not any(hasattr(part, "set_epoch") for part in (loader.dataset, loader.batch_sampler, *samplers_of(loader))):
-            loader.state_dict()  # makes its iterator draw a seed now, before generators are restored
+            loader.state_dict()  # makes the loader's iterator draw a seed now, before generators are restored
         return loader
     if methods is not None:
         try:
@@ -189,7 +189,7 @@ def is_actor(obj: object) -> bool:
 
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
-    """Return the result of an actor call, and log a warning while the actor does not respond."""
+    """Return the result of an actor call, logging warnings as long as the actor does not respond."""
     ray: Any = sys.modules["ray"]  # already imported, because a handle exists
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
@@ -215,7 +215,7 @@ def _writes_files(obj: object) -> bool:
 
 
 def _takes_one(method: object) -> bool:
-    """Return whether a method accepts one argument, such as a path; in other iterators, ``save`` returns the state."""
+    """Return whether a method accepts one argument, such as a path, unlike a ``save`` that returns the state."""
     if not callable(method):
         return False
     try:
@@ -258,7 +258,7 @@ def _restore_files(obj: Any, state: Any) -> None:
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
-_FINISHED = "_iterator_finished"  # key in a loader's state, true if the next iterator begins an epoch
+_FINISHED = "_iterator_finished"  # key in a loader's state; its value is true if the next iterator begins an epoch
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
@@ -298,7 +298,7 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader; return a note for users about the next loop over it, or ""."""
+    """Restore the position of a torchdata loader. Return a note for users about their next loop over it, or ""."""
     # The global generators are reset when the next loop has started, unless a step was reported before that.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators
@@ -344,7 +344,7 @@ def _yielded(state: Mapping[str, Any]) -> int:
 
 
 def _length(loader: Any) -> int | None:
-    """Return the number of batches in an epoch, or None for an iterable dataset, which can only estimate it."""
+    """Return the number of batches in an epoch, or None for an iterable dataset, whose length is only an estimate."""
     torch: Any = loaded("torch")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
@@ -381,7 +381,7 @@ def warn_of_samplers(loader: Any) -> None:
 
 
 def warn_of_held_records(name: str, obj: object) -> None:
-    """Warn about operations of a Grain ``DataLoader`` that may buffer records, which its iterator does not save."""
+    """Warn if operations of a Grain ``DataLoader`` may buffer records, because its iterator does not save them."""
     if type(obj).__name__ != "DataLoaderIterator" or not type(obj).__module__.startswith("grain."):
         return
     operations = getattr(getattr(obj, "_data_loader", None), "_operations", ())

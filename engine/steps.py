@@ -143,7 +143,7 @@ class LateMetrics:
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
-    """Return a commit record merged with the metrics added to its checkpoint; the latest value wins."""
+    """Return a commit record merged with the metrics added to its checkpoint. The latest value of a metric wins."""
     for identity, _, metrics in sorted(added, key=lambda addition: addition[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
@@ -203,12 +203,12 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how many times to read data before treating it as damaged; a network may corrupt a single response."""
+    """Return how often to read data before treating it as damaged, because a network may corrupt a response."""
     return 3 if location.is_remote else 1
 
 
 def has_record(location: Location) -> bool:
-    """Return whether a commit record exists, even if the disk fails to read it."""
+    """Return whether a commit record exists, readable or not."""
     try:
         return (location / RECORD).is_there()
     except StorageError as error:
@@ -217,7 +217,7 @@ def has_record(location: Location) -> bool:
         return True
 
 
-MOST_CHANGES = 100  # maximum rereads of a checkpoint that keeps changing
+MOST_CHANGES = 100  # maximum number of attempts to read a checkpoint that keeps changing
 
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
@@ -259,12 +259,12 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
 # ---- the metadata of a run
 
 
-METADATA = "metadata"  # name of the folder
+METADATA = "metadata"  # name of the folder that holds the metadata
 _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the metadata of the run, or None if there is none; if it is damaged, log a warning and return None."""
+    """Return the metadata of the run, or None if there is none or, after a warning, if it is damaged."""
     file = location / METADATA / _FILE
     metadata: Mapping[str, Any] | None = None
     try:
@@ -279,7 +279,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the metadata of a run, if any; log a warning if its path is occupied by something else."""
+    """Store the metadata of a run, if any. Log a warning if something else occupies its path."""
     if metadata is None:
         return
     (location / METADATA).check_not_link()
@@ -295,7 +295,7 @@ def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> No
 # ---- the list of the steps
 
 
-_ATTEMPTS = 10  # maximum reads of a commit record that a store lists but does not return
+_ATTEMPTS = 10  # maximum number of attempts to read a commit record that a store lists but does not return
 _MANY = 64  # number of steps above which records are read on several threads
 
 
@@ -319,7 +319,7 @@ def prefix_of(series: str) -> str | None:
 
 
 def step_folder(series: str, step: int, width: int | None = None) -> str:
-    """Return the folder name of a step, padded to at least ``width`` digits."""
+    """Return the folder name of a step, zero-padded to at least ``width`` digits."""
     return f"{series}{step:0{width or 1}}"
 
 
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield the step folders, committed or not; accept leading zeros only with the run's marker or ``padded``."""
+    """Yield the step folders, committed or not. Leading zeros require the run's marker file or ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -348,7 +348,7 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the steps that have a commit record, in one series or in all series; ``late`` caches metrics files."""
+    """Return the committed steps of a series, or of all series if None. ``late`` caches the metrics added to steps."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by this module's rules, or None; unless ``whole``, damaged steps count as the latest."""
+    """Return the newest step, as this module defines it, or None. If ``whole``, damaged steps are never the newest."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)
@@ -408,7 +408,7 @@ LEFT_BEHIND = "holdfast.left_behind"  # metadata key for the [number, time] of e
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
-    """Return the number and time of each step that a run abandoned by going back; these never count as newest."""
+    """Return the number and time of each step that a run abandoned by going back. They never count as newest."""
     lists = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
     return [pair for listed in lists if isinstance(listed, list) for pair in listed]
 
@@ -418,7 +418,7 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read a folder's commit record, or return None; a record that a store lists but does not return is damaged."""
+    """Read a folder's commit record, or None if there is none. A record that is listed but missing is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
@@ -466,7 +466,7 @@ def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> i
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path, record and directory entry of each file in a commit record; missing files have no entry."""
+    """Return the path, record and directory entry of each file in a commit record. Missing files have no entry."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths

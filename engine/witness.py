@@ -1,4 +1,4 @@
-"""The witness: records of the steps after a save, with which a resumed run compares the steps that it repeats.
+"""The witness: records of the steps after a save, for comparison with the steps that a resumed run repeats.
 
 If the batch, random generators, metrics, state and counters agree, the resume is exact, regardless of the program's
 objects. A record is taken at the save itself (k = 0), at reports 1, 2, 4, 8, ... after it, and at the next save.
@@ -6,7 +6,7 @@ Records are stored in ``witness.jsonl`` in the step's folder, and this file is n
 not an error if the file is missing or damaged, or was written by another version.
 
 The layers ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and ``counters`` decide
-whether a resume is exact. Opaque positions and the structure and attributes of objects only help to explain why not.
+whether a resume is exact. Opaque positions and the structure and attributes of objects only help explain a difference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FULL = 32 << 20  # maximum size in bytes of the leaves that are summed in full
 # Metrics whose names contain these words measure the machine, not the run.
 _TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
 _TIMES |= {"speed", "fps", "throughput", "memory"}
-_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that a change of processor can cause by rounding
+_LOSS, _UPDATE = 1e-4, 1e-2  # maximum relative differences that rounding on another processor can cause
 _SHOWN = 3
 
 
@@ -51,7 +51,7 @@ class Seen:
     step: int
     root: Any  # the state, and the arrays and numbers that are saved with it, by name
     objects: Mapping[str, Any] = field(default_factory=dict)  # objects whose attributes may explain a difference
-    generators: Mapping[str, Any] = field(default_factory=dict)  # state snapshots of random generators, by name
+    generators: Mapping[str, Any] = field(default_factory=dict)  # snapshots of random generator states, by name
     positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states such as positions, by name
     batch: Any = None
     checksums: Mapping[str, int] = field(default_factory=dict)  # checksum of the latest batch, by loader
@@ -64,7 +64,7 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Records the steps of a run by sampling leaves, which are chosen at the start and again at some of the saves."""
+    """Records the steps of a run by sampling leaves, which are chosen at the start and again at some saves."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
         self._names = names  # names of the leaves that a resumed run compares until its next save
@@ -72,10 +72,10 @@ class Recorder:
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._generators: dict[str, tuple[Any, int]] = {}  # last tuple state of each generator, and its checksum
-        self._begun = self.attributes = self._attributes(seen)  # at the start of the run and at the last save
+        self._begun = self.attributes = self._attributes(seen)  # attributes at the start and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step (k = 0 for a save), reusing samples of ``same``, another record of the step."""
+        """Begin the record of a step (k = 0 for a save). Reuse the samples of ``same``, a record of the same step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run create leaves, such as optimizer state; later steps rarely do.
@@ -133,12 +133,12 @@ class Recorder:
 
 
 class RecordFile:
-    """The file in a step's folder with the records of the steps after its save."""
+    """The file in a step's folder that holds the records of the steps after its save."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()  # given, without ``first``, for the step from which the run was resumed
+        records = records or Records()  # passed instead of ``first`` for the step from which the run resumed
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -170,7 +170,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records at the next save or the end of the run; in an object store, replace the file."""
+        """Write the remaining records, at the next save or the end of the run. In an object store, replace the file."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -239,7 +239,7 @@ def file_name(process: int) -> str:
 
 
 def read_records(folder: Location, process: int, checkpoint: str) -> Records:
-    """Read the records of a checkpoint; the result is empty unless an intact file belongs to this checkpoint."""
+    """Read the records of a checkpoint. The result is empty unless an intact file belongs to this checkpoint."""
     try:
         content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
@@ -295,7 +295,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, except machine metrics, and those whose values differ."""
+    """Return the names that both records have in a layer, and the names whose values differ. Ignore machine metrics."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Entries that consist of a digest and a value are compared by their digests.
@@ -322,7 +322,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that differ now, with their saved and current values and whether they keep changing."""
-    # An attribute that the first steps set once, such as a cache, may be missing, unlike one that keeps changing.
+    # An attribute may be missing if the first steps set it once, like a cache, but not if it keeps changing.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -351,7 +351,7 @@ def is_time(name: str) -> bool:
 
 
 def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> dict[str, Any]:
-    """Return the gradients of the trained leaves by name, or those of all leaves if there is no optimizer."""
+    """Return the gradients of the trained leaves by name, or of all leaves if there is no optimizer."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}

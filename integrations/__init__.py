@@ -1,4 +1,4 @@
-"""Integrations of the engine with frameworks, none of which is imported by this package itself.
+"""Integrations of the engine with frameworks. This package itself does not import any of them.
 
 ``holdfast.integrations.flax`` is for JAX and Flax loops, ``holdfast.integrations.lightning`` for Lightning trainers.
 """

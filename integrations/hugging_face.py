@@ -21,7 +21,7 @@ _DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in the state
 
 
 class _Start(dict[str, Any]):
-    """A dataset state that empties itself when an iterator has read it, and is thus used only once."""
+    """A dataset state that empties itself once an iterator has read it, so it is used only once."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return a state that only the next iterator of a dataset uses, or the given state for other sources."""
+    """Return a state that only the next iterator of a dataset uses; for other sources, return the state unchanged."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):
@@ -71,7 +71,7 @@ def check_stream(name: str, source: Any) -> None:
 
 
 def _streamed(source: Any) -> Any | None:
-    """Return a Hugging Face iterable dataset, or the one that a torchdata loader reads; None for other sources."""
+    """Return the source or a torchdata loader's dataset if it is a Hugging Face iterable dataset, or None otherwise."""
     dataset = source.dataset if is_torchdata_loader(source) else source
     is_stream = derives(dataset, "IterableDataset", "datasets.") and hasattr(dataset, "state_dict")
     return dataset if is_stream else None

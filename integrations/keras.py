@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 
 
 class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
-    """A Keras callback that saves and restores the model and optimizer in ``model.fit``, and stops it on SIGTERM.
+    """A Keras callback that saves and restores the model and optimizer in ``model.fit``, and stops training on SIGTERM.
 
     ::
 
@@ -87,7 +87,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     @property
     def initial_epoch(self) -> int:
-        """The number of finished epochs in the checkpoint, or 0 without one; pass it to ``fit(initial_epoch=...)``."""
+        """The number of finished epochs in the checkpoint, or 0 if there is none. Pass it as ``initial_epoch``."""
         checkpoint = self._loop.peek()
         return 0 if checkpoint is None else int(checkpoint.extras[_POSITION]["epoch"])
 

@@ -120,7 +120,7 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
 
 
 def epoch_reason(every: int | None, finished: int | None) -> str | None:
-    """Return the reason to save if ``finished`` (None within an epoch) is a multiple of ``every`` epochs, or None."""
+    """Return the reason to save after every ``every`` epochs, or None. ``finished`` is None within an epoch."""
     if every is None or finished is None or finished % every:
         return None
     return "every epoch" if every == 1 else f"every {every} epochs"

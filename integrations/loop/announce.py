@@ -46,7 +46,7 @@ class Ending:
     saved: int | None = None  # last step that was saved or restored
 
     def begin(self) -> None:
-        """Announce the ending at interpreter exit, unless the callback has been closed or replaced by then."""
+        """Start tracking. If the callback is still open at interpreter exit, lost steps are announced then."""
         _open[self.directory] = self
 
     def note(self, event: Event) -> None:

@@ -301,7 +301,7 @@ class CheckpointCallback:
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._witness = Witness(self._manager, enabled=options.witness, on_inexact=options.on_inexact)
-        self._adapter: StateAdapter | None = None  # chosen by the type of the first state
+        self._adapter: StateAdapter | None = None  # chosen according to the type of the first state
         self._saver: StepSaver | None = None  # set when the state before the first step is known
         self._stop: Stop | None = None  # set when the processes of the run are connected
         self._preemption = self._signal(options.preemption_signals())
@@ -387,8 +387,8 @@ class CheckpointCallback:
             CheckpointNotFoundError: There is no checkpoint and ``resume="must"``, or ``resume`` selects a step that
                 does not exist.
             CheckpointExistsError: There are checkpoints and ``resume="never"``.
-            TreeMismatchError: The structure, shapes or dtypes of the state or the extras differ from those with which
-                the run began, or those of the parameters differ from ``init_from``.
+            TreeMismatchError: The structure, shapes or dtypes of the state or the extras differ from those that the
+                run began with, or the parameters do not match ``init_from``.
             UnsupportedLeafError: The state or an extra has leaves that cannot be saved; the message lists all of them.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             DamagedCheckpointError: The step that ``resume`` selects is damaged.
@@ -501,8 +501,8 @@ class CheckpointCallback:
         Raises:
             SaveFailedError: An earlier background save failed; this step is saved nevertheless.
             StateError: The callback is closed, or the directory contains checkpoints that were not restored; or the
-                state lacks names that the returned state had, or is a state dict that was passed before; or the steps
-                after the resume differ from those before the stop and ``on_inexact="raise"``.
+                state lacks names of the returned state, or is a state dict passed to ``restore_or_initialize``; or the
+                steps after the resume differ from those before the stop and ``on_inexact="raise"``.
         """
         if self._names:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
@@ -623,7 +623,7 @@ class CheckpointCallback:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
-            # This exception must not replace the exception of the loop, which is more important.
+            # Do not let this exception replace the loop's exception, which is more important.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._end(orderly=False, error=error)
@@ -740,7 +740,7 @@ class CheckpointCallback:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # its folder is not a checkpoint, so save the next step instead
+        if save and not saver.save("preempted"):  # the step's folder is not a checkpoint, so save the next step
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)

@@ -23,14 +23,14 @@ from .trees import is_stream, to_tree
 logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
-CHECKSUMS = "replicated_checksums"  # name of an extra with checksums of replicated arrays, which processes compare
+CHECKSUMS = "replicated_checksums"  # extra with checksums of replicated arrays, for comparison between processes
 _TAKEN = ("step", "state", "metrics", GRADIENTS, CHECKSUMS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
-    """Return the tree to save for an extra; for a stateful object, the tree is a snapshot."""
+    """Return the tree to save for an extra. The tree of a stateful object is a snapshot."""
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -44,7 +44,7 @@ def moves(extra: Any) -> bool:
 
 
 def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
-    """Return whether an extra differs between processes, such as the position of a data iterator."""
+    """Return whether an extra differs between processes, as the position of a data iterator does."""
     return (changes_in_place(extra) or is_plain(extra)) and not (name in replicated or is_replicated(extra))
 
 
@@ -59,12 +59,12 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template extras as trees, which determine the types and shardings of the restored values."""
+    """Return, as trees, the extras that are templates for the types and shardings of the restored values."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
 def is_template(extra: Any) -> bool:
-    """Return whether an extra is the template with which its saved value is restored."""
+    """Return whether an extra serves as the template for restoring its saved value."""
     # Stateful objects and plain data are restored as saved, because their structure may change (a list may grow).
     return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 

@@ -37,7 +37,7 @@ from .states import STATE, Start, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
-_spell = cache(str)  # numpy takes long to spell a dtype, and leaves share a few
+_spell = cache(str)  # numpy is slow to format dtypes, and leaves share a few of them
 _ALL = 1 << 30  # no limit on the number of leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
@@ -120,7 +120,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, start: Start, *, grows: bool) -> None:
-        """Sample the state before the first step; with ``grows``, its structure may differ from a fresh state's."""
+        """Sample the state before the first step. If ``grows``, its structure may differ from that of a fresh state."""
         state = start.state
         self._is_compared = start.is_known and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(start.extras, state)]
@@ -134,7 +134,7 @@ class FirstSteps:
             self._looks.append(self._look(start.step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
-        """Check a report before it is processed; raise StateError if a resume could not restore its state."""
+        """Check a report before it is processed. Raise StateError if a resume could not restore its state."""
         self._reports, self._extras = self._reports + 1, extras
         if not self._looks:
             return
@@ -150,7 +150,7 @@ class FirstSteps:
             self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one refers to tensors
 
     def look_at_save(self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]]) -> bool:
-        """Check a report before it is saved, and whether a resume would refuse it; return True after the last check."""
+        """Check a report before it is saved, and whether a resume would refuse it. Return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -233,7 +233,7 @@ def cause_in_state(seen: Seen | None) -> str:
 
 
 def cause_in_sums() -> str:
-    """Return why sums of gradients over processes may differ at the first step after a start, or an empty string."""
+    """Return why gradient sums over processes may differ at the first step after a start, or an empty string."""
     torch: Any = loaded("torch")
     if torch is None or not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 2):
         return ""
@@ -278,7 +278,7 @@ def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], roo
     torch: Any = loaded("torch")
     shown = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer)]
     saved = [optimizer for optimizer in shown if optimizer.state]
-    inner = {id(value) for optimizer in shown for value in vars(optimizer).values()}  # as of ZeroRedundancyOptimizer
+    inner = {id(value) for optimizer in shown for value in vars(optimizer).values()}  # as in ZeroRedundancyOptimizer
     held = _addresses(leaves)
     left = changed.keys() & held - _addresses(chain(*map(_parameters, saved), *map(_moments, saved)))
     live = [each for each in _live(torch.optim.Optimizer) if id(each) not in inner] if left else []
@@ -292,7 +292,7 @@ def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], roo
 
 
 def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
-    """Warn that the state does not change, if the program trains parameters outside of it."""
+    """If the program trains parameters outside the state, warn that the state does not change."""
     torch: Any = loaded("torch")
     used = (parameter for parameter in _live(torch.nn.Parameter) if parameter.grad is not None)
     trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
@@ -331,12 +331,12 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has not yielded a batch, so the loop may read another."""
+    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return the part of a torch state dict that no other dict shares, to identify it; None for other values."""
+    """Return a part of a torch state dict that is unique to it and thus identifies it, or None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)

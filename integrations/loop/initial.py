@@ -49,7 +49,7 @@ class InitialState:
             self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
-        """Raise OptionError if the given state is abstract; called if there is no checkpoint to provide the values."""
+        """Raise OptionError if the given state is abstract. Called if there is no checkpoint to provide the values."""
         if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
             raise OptionError(
                 f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
@@ -134,7 +134,7 @@ def _abstract(init: Any) -> Any:
 
 
 def _sharded(init: Any, like: Any) -> Any:
-    """Call a function under jit, which gives every array the sharding of the template."""
+    """Call a function under jit, giving every array the sharding of the template."""
     jax: Any = importlib.import_module("jax")
     wanted = jax.tree.leaves(to_tree(like))
     shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
@@ -173,10 +173,10 @@ class Hyperparameters:
     def settle(
         self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters; log differences that the run has not caused."""
+        """Return the restored state with the chosen hyperparameters. Log differences that the run did not cause."""
         is_mine = counting == "program"
         began = {} if is_mine else began
-        self._options = list(_options(state, extras))  # collected again, because a restore replaces the groups
+        self._options = list(_options(state, extras))  # collected again, because a restore replaces these groups
         pairs = {name: (self._values.get(name, saved), saved) for name, saved in self._now(state).items()}
         differing = {
             name: (mine, saved)

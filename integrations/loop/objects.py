@@ -68,7 +68,7 @@ def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
 
 
 def _is_object(value: object) -> bool:
-    """Return whether a value must be saved as a graph, because it is an object and not a pytree or a leaf."""
+    """Return whether a value must be saved as a graph, that is, whether it is an object, not a pytree or a leaf."""
     graph: Any = _imported("graph")
     if is_versioned(value) or (graph and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))):
         return True
@@ -156,13 +156,13 @@ class ObjectsAdapter(StateAdapter):
 
 @dataclass(frozen=True)
 class _ObjectsTemplate:
-    """The template of live objects, which are restored completely or, with ``misfits``, only as far as they fit."""
+    """A template for live objects, which are restored completely or, with ``misfits``, only as far as they match."""
 
     root: Checkpoint
     misfits: Misfits | None
 
     def prepare(self, stored: StoredGraph) -> Callable[[], list[str]]:
-        """Read and check the saved values; return a function that applies them and returns the modes it has changed."""
+        """Read and check the saved values. Return a function that applies them and returns the modes that changed."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
@@ -207,7 +207,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load the weights of each torch module from its path in `source` if that exists, or from `source` itself."""
+        """Load the weights of each torch module from its own path in `source` if that exists, or else from `source`."""
         from ..components import modules_of
 
         modules = modules_of(state)
@@ -223,7 +223,7 @@ class ComponentAdapter(StateAdapter):
 
 
 class VersionCounters:
-    """Detects changes of live torch tensors by version counters, which miss only changes through ``tensor.data``."""
+    """Detects changes to live torch tensors by their version counters, which miss only changes via ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
@@ -237,7 +237,7 @@ class VersionCounters:
         self._has_new_gradient = False
 
     def watch(self, roots: Mapping[str, Any]) -> None:
-        """Record the version counters before the first step; tensors may also be created later."""
+        """Find the tensors in ``roots``, and record their version counters."""
         self._tensors = named_tensors(roots)
         self._noted, self._samples = self._now(), self._sample()
 
@@ -265,7 +265,7 @@ class VersionCounters:
             self._gradient = weakref.ref(gradient), gradient._version
 
     def new_gradients(self) -> list[str]:
-        """Return the names of parameters whose gradients are new at the last step; this may wait for a device."""
+        """Return the names of parameters that got new gradients in the last step. This may wait for a device."""
         tensors = self._tensors.items() if self._has_new_gradient else ()
         leaves = [(name, tensor.grad) for name, tensor in tensors if tensor.is_leaf]
         return [name for name, gradient in leaves if gradient is not None and _is_usable(gradient)]
@@ -287,7 +287,7 @@ class VersionCounters:
 
 
 def _is_usable(gradient: Any) -> bool:
-    """Return whether an optimizer would use a gradient, which must be nonzero and finite."""
+    """Return whether an optimizer would use a gradient, that is, whether it is finite and not all zeros."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     values = local.coalesce().values() if local.is_sparse else local
     return bool(values.any()) and bool(values.isfinite().all())
@@ -304,7 +304,7 @@ def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
 
 
 def named_tensors(state: Any) -> dict[str, Any]:
-    """Return the tensors that have version counters, by the first path to each tensor."""
+    """Return the tensors that have version counters, keyed by the first path to each."""
     torch: Any = loaded("torch")
     named: dict[int, tuple[str, Any]] = {}
     for name, value in live_objects(state):
@@ -321,7 +321,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the live objects in a state and all values inside them, each with its first path, if torch is loaded."""
+    """If torch is loaded, yield the live objects in a state and all values inside them, each with its first path."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         queue = [root]

@@ -1,4 +1,4 @@
-"""Preemption signals, which set a flag that the loop checks after each step, and which worker processes survive."""
+"""Handles preemption signals by setting a flag that the loop checks after each step, and protects worker processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ONE_CTRL_C = 1.0  # seconds within which repeated signals count as one
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # ignored under nohup and &, where the program outlives its terminal
 
 WITHOUT_GRACE = 10.0
-"""Seconds for which an early exit waits for the mirror if ``grace_secs`` is unknown."""
+"""Number of seconds that an early exit waits for the mirror if ``grace_secs`` is unknown."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -40,11 +40,11 @@ class PreemptionSignal:
     Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag,
     because nothing else is safe in the middle of a step, and then calls the previous handler. Handlers can only be
     installed from the main thread. With ``jax.distributed``, JAX's own handler makes all processes agree on a step, so
-    none is installed here, and :meth:`reached` asks JAX.
+    no handler is installed here, and :meth:`reached` asks JAX.
 
-    Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts until
-    :meth:`restore` is called, such as data loader workers, survive the signal, because the save may need them, and end
-    with this process. Processes created by a bare ``os.fork`` end at the signal.
+    Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts before
+    :meth:`restore` is called, such as data loader workers, survive the signal, because the save may need them; they end
+    with this process. Processes created by a bare ``os.fork`` end when they receive the signal.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
@@ -61,12 +61,12 @@ class PreemptionSignal:
 
     @property
     def received(self) -> bool:
-        """True if a signal has arrived; cheap enough to be read in evaluation loops."""
+        """True if a signal has arrived. This is cheap enough to read in evaluation loops."""
         return self._received is not None
 
     @property
     def number(self) -> int:
-        """The signal that has arrived, or SIGTERM if it is unknown or none has arrived."""
+        """The signal that has arrived, or SIGTERM if no signal has arrived or the signal is unknown."""
         return self._received or signal.SIGTERM
 
     @property
@@ -86,7 +86,7 @@ class PreemptionSignal:
 
     @property
     def is_agreed(self) -> bool:
-        """True if JAX makes all processes agree on the step at which they stop, and :meth:`reached` asks JAX."""
+        """True if JAX makes all processes agree on the step to stop at. In this case, :meth:`reached` asks JAX."""
         jax = loaded("jax")
         return jax is not None and bool(jax.distributed.is_initialized())
 
@@ -110,7 +110,7 @@ class PreemptionSignal:
             signal.raise_signal(self.number)
 
     def seconds_left(self, grace: Duration | None) -> float:
-        """Return the number of seconds left in the grace period, less a reserve of 10 %."""
+        """Return the number of seconds left in the grace period, minus a reserve of 10 %."""
         if grace is None:
             return WITHOUT_GRACE
         return max(0.0, 0.9 * (seconds(grace) - self.age))
@@ -122,7 +122,7 @@ class PreemptionSignal:
             self.signals = (*self.signals, number)
 
     def reached(self) -> bool:
-        """Return whether to stop now; in a ``jax.distributed`` run, every process must call it after every step."""
+        """Return whether to stop now. In a ``jax.distributed`` run, every process must call this after every step."""
         if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
         self._asked += 1
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # A callable handler may call the handler that it replaced, which cannot be detected, so do not warn.
+            # Don't warn about a callable handler: it may call the handler it replaced, and there is no way to tell.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers. From then on, calls from a later handler are only passed on to them."""
+        """Restore the previous handlers. From then on, calls from a later handler are only forwarded to them."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -270,7 +270,7 @@ _jax_agreement = _JaxAgreement()
 # signals regardless of the start method.
 #
 # ``terminate()``, called by the parent or by multiprocessing at exit, also sends SIGTERM, but announces it through a
-# pipe first, and then ends the worker. A worker also ends after its parent has ended.
+# pipe first, so the worker then ends. A worker also ends after its parent has ended.
 
 _INTERVAL = 1.0  # seconds between checks that the parent is alive
 
@@ -307,7 +307,7 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
 
 
 class _Worker:
-    """Replaces the ``run`` method of a process; picklable, as spawned processes require."""
+    """A replacement for the ``run`` method of a process. It is picklable, as spawned processes require."""
 
     def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], receiver: Connection) -> None:
         self._run = run

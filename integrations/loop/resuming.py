@@ -62,7 +62,7 @@ def all_steps(directory: Location, prefix: str | None = None, manager: Checkpoin
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return a sentence about an unfinished run whose path only differs in a timestamp or counter, or ""."""
+    """Return a sentence about an unfinished run whose path differs only in a timestamp or counter, or ""."""
     # Hydra puts the start time into the path, and Lightning loggers put a counter into it. A restarted program
     # therefore uses another directory and starts fresh.
     if not directory.is_local:
@@ -118,7 +118,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(map(manager.metrics, steps))
         step = (manager.best_step() if ranked else None) or "best"
-    # All processes must fetch the step together, even those that see it in the directory.
+    # All processes must fetch the step together, even if some of them see it in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)
@@ -139,7 +139,7 @@ def restore(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Start | None:
-    """Restore the newest intact checkpoint, or only the step that ``resume`` selects; return None if there is none."""
+    """Restore the newest intact checkpoint or the step that ``resume`` selects. Return None if there is none."""
     # Except in component trees, all values are read before any object is changed in place.
     if options.resume == "never":
         return None
@@ -222,7 +222,7 @@ def _saved_extras(
         shares = per_process.trees
     elif per_process is not None or manager.processes.alone:
         return {**common, **(per_process or {})}, []
-    else:  # a single process saved its own extras together with the common ones
+    else:  # a single process saved its own extras together with the shared ones
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
     where = f"step {restored.step} in {manager.directory}"
@@ -290,7 +290,7 @@ def _restore_extras(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> tuple[dict[str, Any], Any]:
-    """Restore the extras that were saved; return all extras by name, and the saved gradients."""
+    """Restore the extras that were saved. Return all extras by name, and the saved gradients."""
     (saved, fresh), step = _saved_extras(manager, restored, extras, options), restored.step
     kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:

@@ -38,7 +38,7 @@ class LoopArguments(ProgramOptions):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The restored or fresh state and extras with which the steps of a run begin."""
+    """The state and extras, restored or new, that a run starts from."""
 
     step: int
     state: Any
@@ -54,7 +54,7 @@ class StateAdapter:
     needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
     empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; their entries may change
-    is_live = False  # whether states have live objects or torch tensors, whose gradients earlier versions saved
+    is_live = False  # whether states contain live objects or torch tensors, whose gradients earlier versions saved
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
@@ -69,7 +69,7 @@ class StateAdapter:
         return state
 
     def template(self, state: Any) -> Any:
-        """Return the template with which the handler restores a state."""
+        """Return the template that the handler uses to restore a state."""
         return self.to_tree(state)
 
     def note_fresh(self, state: Any) -> None:
@@ -135,7 +135,7 @@ class StateAdapter:
 
 
 def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of each wanted object in dicts, lists and tuples, opening each container once."""
+    """Yield the dotted path and value of each wanted object in dicts, lists and tuples. Visit each container once."""
     pending, seen = [("", value)], set[int]()
     while pending:
         path, part = pending.pop()

@@ -47,7 +47,7 @@ _SAMPLES = 3  # number of consecutive slow steps that cause the warning, which r
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The arguments of ``on_step``, with the global generators among the extras."""
+    """The arguments of ``on_step``. The extras include the global generators."""
 
     step: int
     state: Any
@@ -58,7 +58,7 @@ class Report:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The known epochs of the step; the witness records the first step of each epoch."""
+        """The epochs of the loaders and of the report. The witness records the first step of each epoch."""
         shown = [loader.epoch for loader in loaders_of(self.extras).values()]
         return (*shown, -1 if self.epoch is None else self.epoch)
 
@@ -69,7 +69,7 @@ class Report:
         return min((count for count in left if count is not None), default=None)
 
     def seen(self, positions: Mapping[str, Any]) -> Seen:
-        """Return the values that the witness records; ``positions`` has the snapshots of extras at this step."""
+        """Return the values that the witness records. ``positions`` holds snapshots of the extras at this step."""
         extras = self.extras
         generators = {
             name: positions[name] if name in positions else state_of(extra)
@@ -118,7 +118,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Thread time excludes delays by other threads, but also the work of actors, which needs wall-clock time.
+            # Thread time excludes delays by other threads, but also the work of actors. Use wall-clock time for actors.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -164,7 +164,7 @@ class StepSaver:
         hyperparameters: Hyperparameters,
         extras: Mapping[str, Any],
     ) -> None:
-        """Record the types of the ``extras`` that are templates, before a restore may update them in place."""
+        """Record the types of the ``extras`` that are templates, before a restore updates them in place."""
         self._manager = manager
         self._adapter = adapter
         self._replicated = replicated
@@ -175,7 +175,7 @@ class StepSaver:
         self._fresh_extras = fresh_types(templates, self._templates) if templates else None
         self._report = _NO_STEP
         self._positions = Positions()
-        self._versions = VersionCounters()  # of the state, and of extras that are torch modules or optimizers
+        self._versions = VersionCounters()  # for the state, and for extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = FirstSteps(adapter)
         self._has_warned = False
@@ -191,7 +191,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state; with ``grows``, its structure may differ from a fresh state's."""
+        """Start watching the state. If ``grows``, its structure may differ from that of a fresh state."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
@@ -260,7 +260,7 @@ class StepSaver:
         try:
             if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False
-        except SaveFailedError:  # the previous save has failed; this one is in progress
+        except SaveFailedError:  # the previous save has failed; the new save is in progress
             self._saved = self.step
             raise
         self._saved = self.step

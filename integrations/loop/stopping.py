@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 _WITHOUT_GRACE = 2.0  # time in seconds for the steps after a preemption if grace_secs is not set
 _INTERVAL = 0.1  # polling interval of the store in seconds
 _REQUESTS = 1000  # maximum number of store requests per second across all processes
-_PATIENCE = 60.0  # timeout in seconds for answers of other processes, which are due within one batch
+_PATIENCE = 60.0  # timeout in seconds for answers from other processes, which are due within one batch
 
 _Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)
 
@@ -100,7 +100,7 @@ class Stop:
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        """Called when training has ended; ``orderly`` is False after an exception, even if only in this process."""
+        """Called when training has ended. ``orderly`` is False after an exception, even one in this process only."""
 
 
 class AgreedStop(Stop):
@@ -108,7 +108,7 @@ class AgreedStop(Stop):
 
     # A thread of each process polls the store for a signal. After a signal, every process reports its progress and
     # waits at its current point, and all processes then stop at the first point that none has passed. Without a signal,
-    # a point costs a lock, but no messages.
+    # passing a point takes a lock, but sends no messages.
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and inform processes that have yet to agree on a point that this one has ended training."""
+        """Stop the thread, and let processes that still have to agree on a point know that this one has ended."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -215,7 +215,7 @@ def _first_open(answers: list[Any]) -> list[int] | None:
 def stop_of(
     processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
 ) -> Stop:
-    """Return the `Stop` of a process group; ``validation_batches`` returns the number of batches in a validation."""
+    """Return the `Stop` of a process group. ``validation_batches`` returns the number of batches in a validation."""
     group = None if preemption.is_agreed else processes.rendezvous("where to stop")
     if group is None:
         return Stop(preemption)

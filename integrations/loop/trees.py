@@ -83,7 +83,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, or None if it has none; each update makes a new array."""
+        """Return the update counter of the ``nnx.Optimizer``, a new array after each update, or None if it has none."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -214,7 +214,7 @@ def _objects(state: Any) -> list[Any]:
 
 
 def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
-    """Put the nnx objects of the state into the restored tree; ``restored`` collects the variables of each object."""
+    """Put the nnx objects of the state into the restored tree. ``restored`` collects the variables of each object."""
     if is_nnx(value):
         if tree:
             restored.setdefault(id(value), tree)
@@ -233,7 +233,7 @@ _Node = tuple[str, TreeDef | None]  # name and definition of a container, or nam
 
 
 class FittingHandler(PyTreeCheckpointHandler):
-    """Restores only the leaves that fit a template; all others keep the template's values and are added to misfits."""
+    """Restores only the leaves that fit a template. All others keep the template's values and are added to misfits."""
 
     def __init__(self, misfits: Misfits, compression: int | None) -> None:
         super().__init__(compression=compression)

@@ -95,7 +95,7 @@ IN_TRAINERS = HandingOver(
 
 
 class Witness:
-    """Observes the resume, the step reports and the saves of a run, if ``enabled``."""
+    """If ``enabled``, observes the resume, the step reports and the saves of a run."""
 
     def __init__(
         self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact, handing_over: HandingOver = IN_LOOPS
@@ -120,7 +120,7 @@ class Witness:
         self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
         self._compares = False  # whether steps are being compared after a resume
         self._has_said = True  # whether the summary of the comparison has been logged
-        self.error: StateError | None = None  # set if the resume is not exact, after which nothing may be saved
+        self.error: StateError | None = None  # set if the resume is not exact, in which case nothing may be saved
         if enabled:
             on_commit(manager, self._committed)
 
@@ -132,7 +132,7 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
-        """Start observing a run; compare a resumed run with its step's record unless ``why_not`` gives a reason."""
+        """Start observing a run. Compare a resumed run with its step's record unless ``why_not`` is a reason not to."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -160,9 +160,9 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Record and compare a step report before it is saved; raise StateError if ``on_inexact`` requires it."""
-        # ``look`` is called only if the step is recorded or compared. ``mark`` has the epochs of the step; the first
-        # step of each epoch is always recorded.
+        """Record and compare a step report before the step is saved. Raise StateError if ``on_inexact`` requires it."""
+        # ``look`` is called only if the step is recorded or compared. ``mark`` holds the epochs of the step: the
+        # first step of each epoch is always recorded.
         if self.error is not None:
             raise self.error
         self._k += 1
@@ -190,7 +190,7 @@ class Witness:
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
-        """Record the save of a step, which ends the comparison; raise StateError as :meth:`note` does."""
+        """Record the save of a step, which ends the comparison. Raise StateError as :meth:`note` does."""
         # If the step was just ``reported``, its record is reused, because no value has changed since.
         with self._only_logged():
             if self._recorder is None:
@@ -226,7 +226,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """Log exceptions of the witness and of code that it calls, disable the witness, and let training continue."""
+        """If the witness or code that it calls fails, log the error, disable the witness, and let training continue."""
         try:
             yield
         except Exception as error:
@@ -289,7 +289,7 @@ class Witness:
         """Return the relative difference if it can be caused by rounding on another processor, or None otherwise."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
-        devices = str(self._records.key.get("devices") or "cpu")  # no devices if all arrays are numpy arrays
+        devices = str(self._records.key.get("devices") or "cpu")  # empty if all arrays are numpy arrays
         on_cpu = all(device.startswith("cpu") for device in devices.split(", "))
         if k != 1 or bitwise & differs.keys() or (on_cpu and not is_other) or 0 not in self._records.by_k:
             return None
@@ -361,7 +361,7 @@ def advice(
     how: HandingOver,
     shardings: Mapping[str, tuple[Any, int]],
 ) -> str:
-    """Return a text with the likely cause of a difference, the state to pass, and other reachable state."""
+    """Describe the likely cause of a difference, the state to pass to the callback, and other reachable state."""
     from ...engine.fingerprints import not_handed_over  # imported lazily, because few runs need it
 
     if "batch" in differs:

@@ -40,7 +40,7 @@ _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "stor
 
 
 def __getattr__(name):  # type checkers read __init__.pyi
-    """Load a public name on first use; for a name in a submodule, raise an error that names the submodule."""
+    """Load a public name on first use. If the name is in a submodule instead, the error says in which one."""
     try:
         return _load(name)
     except AttributeError:
@@ -60,7 +60,7 @@ def _instead_of(name):
 
 
 class _PeerModules:
-    """A module finder that adds import error hints, because ``import holdfast.v1`` does not call ``__getattr__``."""
+    """A module finder that adds hints to errors, because ``import holdfast.v1`` does not call ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):
