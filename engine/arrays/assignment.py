@@ -25,7 +25,7 @@ from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .plan import ArraySpec, Catalog, ChunkIds
 
-_BY_PROCESS_0 = 16 << 20  # maximum total size, in bytes, of the plain arrays that process 0 writes alone
+_BY_PROCESS_0 = 16 << 20  # maximum total size in bytes of the unsharded tensors that process 0 writes alone
 _ROUNDS = 8  # maximum number of iterations to balance the loads of overlapping groups
 
 
@@ -81,9 +81,9 @@ def write_assignment(catalog: Catalog, processes: int, by_process_0: int = _BY_P
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
         replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
-        if parts is None:
+        if parts is None and encoding.is_tensor:
             by_process_0 -= spec.nbytes * len(numbers)
-        if parts is None and (by_process_0 >= 0 or not spec.shape):
+        if parts is None and (not spec.shape or (encoding.is_tensor and by_process_0 >= 0)):
             # Scalars such as the current time, and buffers such as the averages of batch normalization, may differ
             # between processes. Process 0 writes them, because DistributedDataParallel uses its buffers everywhere.
             replicas = ReplicaGroups(((0,),), np.zeros(spec.chunks, np.int32))

@@ -188,7 +188,8 @@ class ArrayEncoding(NamedTuple):
     facts: dict[str, Any]  # entries of the leaf in ``tree.json`` that are not in the array metadata
     # The parts of the stored array and the processes that hold them; None if every process holds the whole array.
     parts: Sequence[Part] | None
-    text: str  # all of the above as text, for errors and for comparing processes
+    is_tensor: bool  # whether the leaf is a torch tensor
+    text: str  # the facts above as text, for errors and for comparing processes
 
 
 class Catalog:
@@ -218,7 +219,8 @@ class Catalog:
                 limit = chunk_bytes.get(name, layout.chunk_bytes)
             # Leaves with the same sharding share one list of parts. Compare these lists by id, because comparing the
             # contents of thousands of lists would take longer than all other work.
-            key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
+            is_tensor = leaf.details["kind"] == "torch"
+            key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts), is_tensor)
             if key not in ids:
                 ids[key] = len(self.distinct)
                 self.distinct.append(_encoding(name, leaf, limit, level))
@@ -289,7 +291,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
         text += f", divided into {len(parts)} parts ({digest})"
     facts = {} if stored.extra is None and leaf.dtype.isnative else {"dtype": dtype}
     metadata = encode_array_metadata(shape, stored.data_type, chunks, level)
-    return ArrayEncoding(spec, stored, metadata, level, facts, parts, text)
+    return ArrayEncoding(spec, stored, metadata, level, facts, parts, leaf.details["kind"] == "torch", text)
 
 
 # ---- data files

@@ -179,8 +179,10 @@ KIB = 1 << 10
 LAYOUT = hf.Layout(chunk_bytes=64 * KIB)
 
 
-def leaf(shape: tuple[int, ...], parts: tuple[Part, ...] | None = None, dtype: str = "float32") -> ArrayLeaf:
-    return ArrayLeaf(np.dtype(dtype), shape, [], False, {"kind": "numpy"}, parts)
+def leaf(
+    shape: tuple[int, ...], parts: tuple[Part, ...] | None = None, dtype: str = "float32", kind: str = "numpy"
+) -> ArrayLeaf:
+    return ArrayLeaf(np.dtype(dtype), shape, [], False, {"kind": kind}, parts)
 
 
 def split(shape: tuple[int, ...], axis: int, holders: list[tuple[int, ...]]) -> tuple[Part, ...]:
@@ -210,7 +212,7 @@ def mesh_columns(shape: tuple[int, ...], rows: int, columns: int) -> ArrayLeaf:
 
 def assigned(leaves: dict[str, ArrayLeaf], count: int) -> tuple[Catalog, list[Any]]:
     catalog = Catalog(list(leaves), list(leaves.values()), LAYOUT)
-    assignment = write_assignment(catalog, count, by_process_0=0)
+    assignment = write_assignment(catalog, count)
     return catalog, [assignment.chunks_of(process) for process in range(count)]
 
 
@@ -307,10 +309,11 @@ def test_a_process_that_holds_more_alone_writes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("most", "alone"), [(600, 2), (40_000, 4), (100_000, 5)])
-def test_process_0_writes_the_smallest_plain_arrays(most: int, alone: int) -> None:
+def test_process_0_writes_the_smallest_plain_tensors(most: int, alone: int) -> None:
     """Such as buffers, which may differ between processes: those of one process must not be saved with others'."""
     sizes = {"mean": 64, "variance": 64, "bias": 4096, "weight": 4096, "large": 8192}
-    leaves = {name: leaf((size,)) for name, size in sizes.items()} | {"part": sharded((64, 2), 2)}
+    leaves = {name: leaf((size,), kind="torch") for name, size in sizes.items()}
+    leaves |= {"array": leaf((32,)), "part": sharded((64, 2), 2)}
     catalog = Catalog(list(leaves), list(leaves.values()), LAYOUT)
     arrays, _ = write_assignment(catalog, 2, by_process_0=most).chunks_of(0)
     assert {*list(sizes)[:alone]} <= {catalog.names[number] for number in arrays.tolist()}
