@@ -55,7 +55,7 @@ class CommitParts:
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace the checkpoint. A damaged ``record`` is None."""
+        """Raise an error if a save of this kind must not replace the checkpoint. ``record`` is None if damaged."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
         """Remove the documents derived from a record, before the record is replaced."""
@@ -117,7 +117,7 @@ def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> b
 
 
 def deletion_at(location: Location) -> dict[str, Any] | None:
-    """Return the content of the deletion marker, or None if there is none."""
+    """Return the contents of the deletion marker, or None if there is no marker."""
     return FileLock(location / DELETED).content() or None
 
 

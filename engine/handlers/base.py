@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum size in bytes of an item packed into one file. Reading it takes no longer than another store request.
+# Maximum size in bytes of an item packed into one file. Reading this much takes no longer than another request.
 SMALL_ITEM = 256 << 10
 
 # Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.
@@ -143,10 +143,10 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     """A handler that takes a snapshot without a folder, so that unsupported items fail before files are written.
 
     Attributes:
-        divides: Whether :meth:`prepare` accepts ``member=``, the process whose share will be written, which is passed
-            if several processes save together. The snapshot may then omit data that is not in this share.
-        reuses: Whether :meth:`prepare` accepts ``reuse=``, the data files of earlier steps, which managers pass so that
-            unchanged arrays are not written again.
+        divides: Whether :meth:`prepare` accepts ``member=``. If several processes save together, this is the process
+            whose share will be written, and the snapshot may omit all other data.
+        reuses: Whether :meth:`prepare` accepts ``reuse=``. Managers use it to pass the data files of earlier steps, so
+            that unchanged arrays need not be written again.
         layout: The data file sizes of the handler, if :meth:`prepare` accepts ``layout=`` to override them. A manager
             whose mirror is in an object store passes a layout for uploads.
     """
@@ -235,7 +235,7 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future reports the files that it wrote; otherwise, return None."""
+    """Complete a save. Return its files if every future reports the files that it wrote, and None otherwise."""
     records: dict[str, FileRecord] = {}
     are_known = bool(futures)
     for future in futures or ():

@@ -77,7 +77,7 @@ class MirrorStatus:
 
 
 class _Phase(Enum):
-    """The phases of mirroring, from the start of the thread."""
+    """The phases of mirroring, in order, beginning when the thread starts."""
 
     FOLLOWING = auto()  # steps are copied when they are due
     FINISHING = auto()  # the run is ending, so its newest step is copied even if it is not due
@@ -420,7 +420,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete explicitly deleted steps from the mirror, last one first, unless the run has saved them again."""
+        """Delete the steps with tombstones from the mirror, last one first, unless the run has saved them again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -549,7 +549,7 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the record of the step saved last by this run, or else of the newest step in its directory."""
+        """Return the record of the step that this run saved last, or else of the newest step in its directory."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 

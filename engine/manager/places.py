@@ -30,7 +30,7 @@ class StepPlace:
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """React when the run reaches a point in its work on the given step."""
+        """React to the run having reached a point in its work on the given step."""
 
     def newer_steps(self) -> Collection[int]:
         """Return the steps that are newer than all steps in the directory, newest first."""

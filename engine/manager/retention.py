@@ -1,4 +1,4 @@
-"""Retention rules, which are pure functions that return the steps to keep, with reasons.
+"""Retention rules: pure functions that return the steps to keep and the reasons.
 
 A step is kept if any rule keeps it. Rules depend only on the list of steps, so they keep the same steps after a
 restart. "Newest" always means the highest step rather than the latest time, because clocks differ and may jump.
@@ -30,7 +30,7 @@ class StepInfo:
 
     Attributes:
         step: The number of optimizer updates in the checkpoint.
-        time: The time of the commit in seconds since 1970-01-01 UTC, by the clock of the machine that saved it.
+        time: The time of the commit in seconds since 1970-01-01 UTC, according to the saving machine's clock.
         metrics: The metrics stored with the checkpoint, or None.
         pinned: Whether the checkpoint is kept even if no policy keeps it.
         items: The names of the items in the checkpoint.
