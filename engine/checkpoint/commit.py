@@ -283,7 +283,7 @@ class PendingCheckpoint(ABC):
 
     @property
     def _is_alone(self) -> bool:
-        """True if no other save can commit here, because an owned directory in an object store has a single writer."""
+        """True if this is an owned directory in an object store, where no other save can commit."""
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:

@@ -197,7 +197,7 @@ def copied_step(
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
     # If the original is damaged, remove the copied files; after other errors, keep them so that the next attempt can
-    # reuse them. ``copied`` contains files of earlier copies, from which the store itself can copy.
+    # reuse them. ``copied`` lists the files of earlier copies, which can be sources for copies within the store.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     transfer = transfer or Transfer()

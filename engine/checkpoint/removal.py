@@ -102,7 +102,7 @@ def left_archives(location: Location, names: Iterable[str]) -> set[str]:
 
 
 def is_left_archive(location: Location) -> bool:
-    """Return True if an object's name and content show that it is an archive written by a save."""
+    """Return True if an object's name and contents show that it is an archive written by a save."""
     if not (location.is_remote and _OUR_ARCHIVE.fullmatch(location.name)):
         return False
     try:
@@ -146,7 +146,7 @@ def remove_empty(location: Location) -> None:
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
-    """Delete a checkpoint, starting with its record so that it is immediately invalid. A known record may be passed."""
+    """Delete a checkpoint, starting with its record so that it is invalid immediately. Pass the record if known."""
     items = () if record is None else record.items.values()
     if location.is_remote and record is not None and all(item.is_archive for item in items):
         names = names_in(location) | folders_of(record)

@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes, which write shares and pass fragments to process 0, large ones in files."""
+    """The role of all other processes: they write their shares, and send fragments to process 0, some in files."""
 
     location: Location
     items: Sequence[str]

@@ -1,4 +1,4 @@
-"""The protocol by which a handler writes one kind of object into a folder and reads it back.
+"""The protocol that handlers implement to write one kind of object into a folder and read it back.
 
 A handler need not deal with atomicity or threads, because a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls the handler and commits the written files.
@@ -26,7 +26,7 @@ Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to i
 # Maximum size in bytes of an item packed into one file. Reading this much takes no longer than another request.
 SMALL_ITEM = 256 << 10
 
-# Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.
+# Arguments that only the engine may pass to handlers, not the callers of a checkpointer.
 INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
@@ -64,7 +64,7 @@ class CheckpointHandler(abc.ABC):
     Attributes:
         kind: The name by which the commit record identifies items of this handler.
         collective: Whether all processes take part in a save. Otherwise, only process 0 calls the handler.
-        optional: Whether a checkpoint may be saved without the item, and restored without it even if it was saved.
+        optional: Whether the item may be omitted from a save, and from a restore even if it was saved.
         verifies: Whether :meth:`restore` verifies the data. Otherwise, the checksums of all files are checked first.
         shares_reads: Whether :meth:`restore` accepts ``shared=``, so that data needed by several processes is read only
             once. A subclass that overrides ``restore`` must set this attribute again.

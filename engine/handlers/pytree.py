@@ -236,8 +236,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 restored from the saved tree instead of the template.
             torch_tensors: Whether a restore without a template returns torch tensors as tensors if the program has
                 imported torch. Managers set this, because ``load_state_dict`` requires tensors.
-            as_saved: Whether the template is the initial state of a resuming run. If its types match the initial state
-                of the run (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and lists and
+            as_saved: Whether the template is the initial state of a resuming run. If its types match those of the run's
+                initial state (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and lists and
                 dictionaries that have grown are restored completely; other types are an error. If the run has recorded
                 no types, only the template determines the result. Without a template, jax arrays are restored as jax
                 arrays if the program has imported jax; a list of root keys restricts this to the leaves below them.

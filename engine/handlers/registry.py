@@ -84,8 +84,7 @@ class TypeHandler(abc.ABC):
         """Read leaves. This method may be a coroutine.
 
         Args:
-            infos: The information about each leaf, including its folder and facts. The files' digests have been
-                verified.
+            infos: The information about each leaf, including its folder and facts. The digests have been verified.
             args: The arguments that were passed to ``restore`` for each leaf.
 
         Returns:

@@ -66,8 +66,8 @@ def copy_checkpoint(
     all of its files are durable, so an interrupted call leaves no checkpoint, and a repeated call transfers only the
     missing files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with
     credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is
-    held in memory while it is uploaded, with a peak of three times its size. If several processes call this function,
-    process 0 copies the files while the others wait.
+    held in memory while it is uploaded, which takes up to three times its size. If several processes call this
+    function, process 0 copies the files while the others wait.
 
     Args:
         source: The path or URL of a holdfast checkpoint or of a run's directory.

@@ -2,7 +2,7 @@
 
 Triggers evaluate a :class:`Moment` of the training loop, and :func:`decide` combines them. Most steps require no
 communication, because each process evaluates the triggers that depend only on the step. Time, metrics and failed saves
-may differ between processes, so all follow process 0 at the steps that :class:`SyncSchedule` chooses.
+may differ between processes, so these follow process 0 at the steps that :class:`SyncSchedule` chooses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision whether to save a step; true in a boolean context if a save is due.
+    """The decision whether to save a step. It is true in a boolean context if a save is due.
 
     Attributes:
         save: Whether a save is due.
@@ -80,7 +80,8 @@ class SavePolicy(Protocol):
     """A policy for ``save=`` that decides when to save; subclass it, or implement its three members.
 
     If several policies are given, a step is saved when any of them returns a reason. Time and metrics may differ
-    between processes, so only process 0 evaluates policies that depend on them, and the others follow its decision.
+    between processes, so only process 0 evaluates policies that depend on them, and the other processes follow its
+    decision.
 
     >>> class AtPowersOfTwo(SavePolicy):
     ...     def reason(self, moment):
@@ -151,7 +152,8 @@ class SyncSchedule:
     """Schedules the steps at which processes agree on whether to save. The schedule is the same on all processes."""
 
     # From the pace of the loop, process 0 predicts when the next time-based save is due, and schedules the next
-    # agreement halfway to it. If saves depend on the step, processes also check ever less often whether one has failed.
+    # agreement halfway to it. If saves depend on the step, processes also check at growing intervals whether one
+    # failed.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -231,7 +233,7 @@ class StepPace:
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed here rather than in save_begins(), for which the loop waits
+        usual = median(self._usual)  # computed here because the loop waits for save_begins()
         # Durations vary, so steps count as slower only if three in four take longer than the median without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -341,7 +343,7 @@ class AbandonedSteps:
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Return whether a save may replace an existing step because the step belongs to the abandoned branch."""
+        """Return whether a save may replace an existing step, that is, whether the step is on the abandoned branch."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
@@ -354,7 +356,7 @@ class AbandonedSteps:
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"
             )
-        elif not self._left.intersection(later):  # the run has passed all of them, or has only read an older step
+        elif not self._left.intersection(later):  # the run has passed these steps, or has only read an older one
             self._left &= {step}
         else:
             self.warn(later)

@@ -202,7 +202,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self.partial = set()
-        if partial is not None and partial.step is not None:  # the next attempt can complete its copy
+        if partial is not None and partial.step is not None:  # the next attempt can complete the copy of this step
             interrupted = self.step_location(partial.step)
             if interrupted in folders and copy_left(interrupted) == partial.fingerprint:
                 folders.remove(interrupted)
@@ -371,7 +371,7 @@ class RunDirectory(StepIndex):
             self.add(step, record)
 
     def delete(self, step: int, everywhere: bool) -> None:
-        """Delete a step, intact or damaged; ``everywhere`` leaves a tombstone for the other storage tiers."""
+        """Delete an intact or damaged step; ``everywhere`` also leaves a tombstone for the other storage tiers."""
         with self._changing:
             if not (self.is_damaged(step) or self.is_stray(step)):
                 self.stored_record(step)  # raises an error if the step does not exist
@@ -380,7 +380,7 @@ class RunDirectory(StepIndex):
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all later steps, intact or damaged, starting with the last; return them in ascending order."""
+        """Delete all later steps, whether intact or damaged, starting with the last; return them in ascending order."""
         with self._changing:
             self._add_tombstone(step, later=True)
             later = [number for number in self.steps_and_damaged() if number > step]

@@ -33,7 +33,7 @@ _METRICS = 64  # maximum number of metrics in an event
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
 _EARLY = 8  # maximum number of events buffered until the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # identifies this process; a PID does not, because PIDs are reused
+_PROGRAM = os.urandom(6).hex()  # identifies this process; a PID would not, because PIDs are reused
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -64,8 +64,8 @@ class RunEvents:
         """Register a function that is called with every event, for example to forward events to a logger.
 
         The listener runs on the thread that produces the event; for ``saved``, this is the background thread that
-        writes the checkpoint. If several processes save, listeners are called only on process 0. Errors of the
-        listener are logged, the first one as a warning, and have no other effect.
+        writes the checkpoint. If several processes save, listeners are called only on process 0. Errors in the listener
+        are logged, the first one as a warning, and have no other effect.
 
         Args:
             listener: A function that takes the event as a dictionary.
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports each save that takes over ``limit`` seconds, unless the previous one did too."""
+    """Return a listener that reports each save that takes over ``limit`` seconds, unless the previous save did too."""
     was_slow = False
 
     def listen(event: Event) -> None:

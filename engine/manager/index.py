@@ -73,7 +73,7 @@ class StepIndex:
         self._strays: set[int] = set()  # step numbers of folders that contain no checkpoint
         self._folders: dict[int, Location] = {}  # the step folders found in the last directory listing
         self._is_foreign = False  # whether the steps were written by another library
-        self._width: int | None = None  # minimum number of digits in new folder names, once known
+        self._width: int | None = None  # minimum number of digits in new folder names; None until known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         self._left: tuple[tuple[StepInfo, ...] | None, frozenset[int]] = None, frozenset()  # see `left_behind`
         names = self.reload()

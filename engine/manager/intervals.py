@@ -121,7 +121,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
     return step // n != previous // n
 
 
-# # ---- the optimal interval
+# ---- the optimal interval
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:

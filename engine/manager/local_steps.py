@@ -353,12 +353,12 @@ class LocalHosts:
         return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
-        """Return one of the ``further`` steps if it is intact; all processes must call this."""
+        """Return one of the ``further`` steps if it is intact; all processes must call this method."""
         self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
-        """Return the chosen step after all hosts have verified their files; if it is damaged, choose another."""
+        """Return the chosen step after all hosts have verified their files; if the step is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}

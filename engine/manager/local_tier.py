@@ -44,7 +44,7 @@ _SILENCE = 60.0  # minimum time in seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
-    """A version of a run's history, which contains the recent branches. Later versions have larger numbers."""
+    """A numbered version of a run's history, with its recent branches. Later versions have larger numbers."""
 
     number: int
     branches: tuple[LocalBranch, ...]

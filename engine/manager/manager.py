@@ -57,7 +57,8 @@ class CheckpointManager(ExplainsNames):
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
         observer: The run's observer, such as a rehearsal or a trace (``holdfast.observer.Observer``). None uses the
-            process's observer, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started it.
+            process's observer, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started the
+            process.
 
     Attributes:
         directory: The checkpoint directory.
@@ -134,7 +135,7 @@ class CheckpointManager(ExplainsNames):
     # ---- other storage tiers
 
     def fetch(self, step: int) -> bool:
-        """Make a step that the directory lacks available from the mirror or from host-local storage.
+        """Fetch a step that the directory lacks from the mirror or from host-local storage.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
@@ -183,8 +184,7 @@ class CheckpointManager(ExplainsNames):
         return max([*islice(here, 1), *self._steps.borrowed], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step includes an item. A loop can use this to avoid collecting a large item in
-        vain.
+        """Return whether a save at a step includes an item, so that a loop can avoid collecting a large item in vain.
 
         Args:
             item: The name of the item.
@@ -342,7 +342,7 @@ class CheckpointManager(ExplainsNames):
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Preview the step that a restore would read, for programs whose setup depends on the step they resume from.
 
-        Only the requested items are read, so a restore may skip the returned step because its other items are damaged.
+        Only the requested items are read, so a restore may still skip this step if its other items are damaged.
         The call does not count as a restore.
 
         Args:
@@ -538,7 +538,7 @@ class CheckpointManager(ExplainsNames):
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all steps after a given step, including pinned and damaged ones, to return to it permanently.
+        """Delete all steps after a given step, including pinned and damaged ones, to return to this step permanently.
 
         ::
 

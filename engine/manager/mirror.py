@@ -127,7 +127,7 @@ class RunMirror(StepPlace):
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._writes = False  # whether this run owns or is acquiring the mirror, which only the thread may then reread
+        self._writes = False  # whether this run owns or is acquiring the mirror; if so, only the thread may reread it
         self._looking = Lock(reentrant=True)  # prevents another thread's stale listing from undoing a deletion
         self._thread: Helper | None = None
         self._wake = threading.Condition()  # guards the attributes below

@@ -213,7 +213,7 @@ OPTIONS = "options.json"  # file with the retention options and the identity of 
 
 
 class Tombstone(NamedTuple):
-    """Marks a step, or all later steps, as deleted for other storage tiers, until the step is saved again."""
+    """Marks a step or all later ones as deleted; storage tiers must not restore them unless they are saved again."""
 
     step: int
     later: bool = False  # whether the tombstone covers all steps after ``step`` instead

@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, preferring newer ones, and the newest others if too few have it."""
+    """Keeps the ``n`` best steps by a metric; newer steps win ties. If too few have it, keeps the newest others."""
 
     n: int
     metric: Metric
