@@ -273,7 +273,7 @@ class PendingCheckpoint(ABC):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # the one present before this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # the marker before this save
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -434,7 +434,8 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # A new checkpoint's marker need not be synced, because even an empty one permits removal after a power failure.
+        # A new checkpoint's marker need not be synced, because even an empty one allows a clean-up after a power
+        # failure.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)

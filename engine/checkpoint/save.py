@@ -165,7 +165,7 @@ class Save:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
-        """Claim the save and yield True, or yield False if it has been aborted; an error in the block aborts it."""
+        """Claim the save and yield True, or yield False if it was aborted. An error in the block aborts the save."""
         if not self._claim.acquire(blocking=False):
             yield False
             return
@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes: they write their shares, and send fragments to process 0, some in files."""
+    """The role of all other processes: they write shares, and send fragments to process 0, large ones as files."""
 
     location: Location
     items: Sequence[str]

@@ -256,7 +256,7 @@ def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[An
 def aggregate(
     names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
 ) -> tuple[list[Leaf], dict[str, bytes]]:
-    """Pack leaves with ``aggregate=True`` into a file; return all leaves, with entries for the packed ones, and the file."""
+    """Pack leaves with ``aggregate=True`` into a file; return all leaves, with packed ones as entries, and the file."""
     kept = list(leaves)
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []

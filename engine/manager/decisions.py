@@ -80,8 +80,7 @@ class SavePolicy(Protocol):
     """A policy for ``save=`` that decides when to save; subclass it, or implement its three members.
 
     If several policies are given, a step is saved when any of them returns a reason. Time and metrics may differ
-    between processes, so only process 0 evaluates policies that depend on them, and the other processes follow its
-    decision.
+    between processes, so only process 0 evaluates policies that depend on them, and the others follow its decision.
 
     >>> class AtPowersOfTwo(SavePolicy):
     ...     def reason(self, moment):
@@ -151,9 +150,8 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 class SyncSchedule:
     """Schedules the steps at which processes agree on whether to save. The schedule is the same on all processes."""
 
-    # From the pace of the loop, process 0 predicts when the next time-based save is due, and schedules the next
-    # agreement halfway to it. If saves depend on the step, processes also check at growing intervals whether one
-    # failed.
+    # Process 0 predicts from the loop's pace when the next time-based save is due, and schedules an agreement halfway
+    # to it. For saves that depend on the step, processes also check for failures at growing intervals.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step

@@ -1,12 +1,12 @@
 """Periodic policies, and a save interval that is learned from a run's events to minimize the lost training time.
 
-If a save costs ``C`` seconds and saves are ``T`` seconds apart, they take the fraction ``C / T`` of the time. If a
-failure occurs every ``M`` seconds on average, each failure loses half an interval, plus the time until a save is
-durable and the time to resume, neither of which depends on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W.
-Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order
-estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not
-affect the optimum, and that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time
-between failures.
+If a save costs ``C`` seconds and saves are ``T`` seconds apart, they take the fraction ``C / T`` of the time. If
+failures occur every ``M`` seconds on average, each loses half an interval, plus the time until a save is durable and
+the time to resume, neither of which depends on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W. Young, A first
+order approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the
+optimum checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not affect the
+optimum, and that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time between
+failures.
 """
 
 from __future__ import annotations

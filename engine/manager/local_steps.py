@@ -321,7 +321,7 @@ class LocalHosts:
         }
 
     def _counts(self, folder: str, step: int) -> bool:
-        """Return whether the run's history contains a local step; called on process 0."""
+        """Return whether a local step belongs to the run's history; called on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
         return step > max(self._run.steps(), default=-1)  # a new directory has no recorded history

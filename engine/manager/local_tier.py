@@ -70,7 +70,7 @@ class LocalTier(StepPlace):
         # A step restored after the first reported step, perhaps only to inspect it, and whether it was a local step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # error of a save that lost contact with processes; the next save raises it
+        self._lost: Exception | None = None  # error of a save in which a process was lost; the next save raises it
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # number of saves since the last event about saves
@@ -397,7 +397,7 @@ class LocalTier(StepPlace):
         )
 
     def close(self, *, finished: bool) -> None:
-        """Stop serving files. If the run has finished and its directory has no older step, remove the local steps."""
+        """Stop serving files. Remove local steps if the run finished and its directory has a step at least as new."""
         try:
             self.background.join()
         finally:

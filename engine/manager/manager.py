@@ -57,8 +57,7 @@ class CheckpointManager(ExplainsNames):
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
         observer: The run's observer, such as a rehearsal or a trace (``holdfast.observer.Observer``). None uses the
-            process's observer, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started the
-            process.
+            process's observer, which is active only under ``holdfast supervise`` and ``holdfast drill``.
 
     Attributes:
         directory: The checkpoint directory.
@@ -135,7 +134,7 @@ class CheckpointManager(ExplainsNames):
     # ---- other storage tiers
 
     def fetch(self, step: int) -> bool:
-        """Fetch a step that the directory lacks from the mirror or from host-local storage.
+        """Fetch a missing step from the mirror or from host-local storage.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
@@ -292,10 +291,9 @@ class CheckpointManager(ExplainsNames):
         Args:
             step: The step; None for the newest intact step.
             items: A template, or if the manager has several items, a dictionary of templates for the items to restore;
-                None restores all items. Items listed in ``item_intervals`` that are missing from the step are skipped
-                with a warning; they can be restored separately: ``restore(manager.latest_step("replay"), {"replay":
-                None})``. Without a template, arrays are numpy arrays, or torch tensors if the program has imported
-                torch.
+                None restores all items. Items in ``item_intervals`` that are missing from the step are skipped with a
+                warning; restore them separately: ``restore(manager.latest_step("replay"), {"replay": None})``. Without
+                a template, arrays are numpy arrays, or torch tensors if the program has imported torch.
             restore_kwargs: Additional arguments for the handler, or a dictionary of such arguments by item.
 
         Returns:

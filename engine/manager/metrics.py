@@ -185,7 +185,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has been reported, or the warning logged
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check the metrics of a step without device transfers; ``saved`` contains its values at saved steps."""
+        """Check a step's metrics without device transfers; ``saved`` contains the ranking metric's saved values."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return

@@ -49,7 +49,7 @@ _logger = logging.getLogger("holdfast")
 FIRST_PAUSE = 1.0  # seconds before the first retry after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
-_FETCH = 86400.0  # seconds for which the other processes wait while process 0 fetches a step
+_FETCH = 86400.0  # maximum time in seconds that other processes wait while process 0 fetches a step
 _NICE = 10
 _LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
 _MARGIN = 1.2  # safety factor for the copy time predicted from the measured rate
@@ -507,7 +507,7 @@ class RunMirror(StepPlace):
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:  # one of the two has no run identity, so compare the steps that both have
+        else:  # one side has no run identity, so compare the steps that both sides have
             common = [step for step in far.steps() if step in self._run]
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))

@@ -251,7 +251,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step, and return them, or None if the save in progress will store them."""
+        """Add metrics to a step and return them; return None if the save in progress will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
