@@ -434,8 +434,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # A new checkpoint's marker need not be synced, because even an empty one allows a clean-up after a power
-        # failure.
+        # A new checkpoint's marker need not be synced, because even an empty one permits a clean-up after power loss.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)

@@ -251,8 +251,8 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests is essential (see `store_commit.py`). A save whose record this sweep has not seen finds
-        # that its marker is missing, and then finds either this deletion marker or missing files. The deletion marker
+        # The order of requests is essential (see `store_commit.py`). If this sweep has not seen the record of a save,
+        # that save finds its marker missing, and then either this deletion marker or missing files. The deletion marker
         # names the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))

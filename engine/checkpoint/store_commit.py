@@ -67,7 +67,7 @@ class StoreCommit(PendingCheckpoint):
         elif not (left or is_untouched):
             sweep(location, self._parts)
             names = names_in(location)
-        # Unique names prevent a save whose marker was swept, or late requests, from writing into these folders.
+        # Unique names prevent late requests, and saves whose marker was swept, from writing into these folders.
         self._choose_paths(items, names, left, unique=True)
 
     def _begin(self, archives: Collection[str]) -> None:

@@ -62,7 +62,7 @@ class CheckpointHandler(abc.ABC):
     """Saves and restores one kind of object in a folder of the checkpoint.
 
     Attributes:
-        kind: The name by which the commit record identifies items of this handler.
+        kind: The name that identifies items of this handler in the commit record.
         collective: Whether all processes take part in a save. Otherwise, only process 0 calls the handler.
         optional: Whether the item may be omitted from a save, and from a restore even if it was saved.
         verifies: Whether :meth:`restore` verifies the data. Otherwise, the checksums of all files are checked first.

@@ -28,7 +28,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # imported lazily because it loads random and decimal, which listing steps does not need
+    import statistics  # imported lazily because it loads random and decimal, which are not needed to list steps
 
     return statistics.median(values)
 

@@ -192,7 +192,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step by ``best_fn`` (None if none has the metric), or the newest step without ``best_fn``."""
+        """Return the best step by ``best_fn``, or the newest step without ``best_fn``; None if no step qualifies."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -211,7 +211,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics of a step in the form in which they were passed, or None if it has no metrics.
+        """Return a step's metrics in the form in which they were passed, or None if there are none.
 
         Args:
             step: The step.
@@ -225,7 +225,7 @@ class CheckpointManager(ExplainsNames):
         return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
-        """Return the ``custom_metadata`` with which a step was saved, or None.
+        """Return the ``custom_metadata`` that was saved with a step, or None.
 
         Args:
             step: The step.

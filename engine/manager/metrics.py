@@ -111,7 +111,7 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics in the form in which the program passed them, which may not be a dictionary."""
+    """Return metrics in the form that the program passed, which need not be a dictionary."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 

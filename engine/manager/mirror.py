@@ -48,7 +48,7 @@ _logger = logging.getLogger("holdfast")
 
 FIRST_PAUSE = 1.0  # seconds before the first retry after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
-DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
+DELETION_WAIT = 30.0  # maximum time in seconds to wait until the mirror has applied an explicit deletion
 _FETCH = 86400.0  # maximum time in seconds that other processes wait while process 0 fetches a step
 _NICE = 10
 _LOOK = 0.2  # seconds between checks of whether the copy can still finish in time

@@ -53,7 +53,7 @@ class Peek:
             ``holdfast.graph`` checkpoint, its numbers and strings by path.
         metrics: The metrics stored with the checkpoint, or None.
         metadata: The metadata of the run that is stored with its checkpoints, or None.
-        custom_metadata: The ``custom_metadata`` with which the step was saved, or None.
+        custom_metadata: The ``custom_metadata`` that was saved with the step, or None.
     """
 
     step: int | None
@@ -77,7 +77,7 @@ ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items,
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Restores steps, and informs the manager's other components about the step from which the run resumes."""
+    """Restores steps, and informs the manager's other components which step the run resumes from."""
 
     run: Run
     items: ItemSet

@@ -29,7 +29,7 @@ class StepInfo:
     """A committed checkpoint, as passed to a :class:`KeepPolicy`.
 
     Attributes:
-        step: The number of optimizer updates in the checkpoint.
+        step: The number of optimizer updates completed when the checkpoint was saved.
         time: The time of the commit in seconds since 1970-01-01 UTC, according to the saving machine's clock.
         metrics: The metrics stored with the checkpoint, or None.
         pinned: Whether the checkpoint is kept even if no policy keeps it.
@@ -130,7 +130,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepItem:
-    """Keeps the newest step with a given item, which other steps may lack."""
+    """Keeps the newest step that has a given item; other steps may lack the item."""
 
     item: str
 
@@ -183,7 +183,7 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step with an item before a given step, or None. ``steps`` must be in ascending order."""
+    """Return the newest step below ``before`` that has an item, or None. ``steps`` must be in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
