@@ -207,7 +207,7 @@ class AsyncCheckpointer(Checkpointer):
             **kwargs: Additional arguments for the handler.
 
         Raises:
-            SaveFailedError: The previous save failed. The new save has still been started.
+            SaveFailedError: The previous save failed. The new save has been started nevertheless.
         """
         self._save.join()
         save = self._begin(path, item, force, kwargs)

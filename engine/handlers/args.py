@@ -46,8 +46,8 @@ class SaveArgs:
     """Options for saving one leaf.
 
     Attributes:
-        aggregate: Store the leaf in a file with all other aggregated leaves instead of a separate array, which is
-            useful for small leaves. Strings, bytes, None and long integers are always stored in ``tree.json``.
+        aggregate: Store the leaf in one file with all other aggregated leaves, not as a separate array. This is useful
+            for small leaves. Strings, bytes, None and long integers are always stored in ``tree.json``.
         dtype: Cast the elements, including Python numbers, to this dtype before they are saved. Strings, bytes, None
             and PRNG keys are not cast. Precision may be lost, but the save fails if the dtype cannot represent a value,
             such as a fraction or NaN in an integer dtype, or a finite number that would become infinite.

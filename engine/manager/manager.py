@@ -50,7 +50,7 @@ class CheckpointManager(ExplainsNames):
     Args:
         directory: The path or URL of the checkpoint directory, which the first save creates.
         checkpointers: A checkpointer for a single item, or a dictionary that maps item names to checkpointers. None
-            saves a single item, a tree, in the background.
+            saves a single item, which must be a tree, in the background.
         options: When to save and which steps to keep.
         metadata: JSON-serializable information about the run, which is stored with the checkpoints.
         clock: The time source.
@@ -408,9 +408,9 @@ class CheckpointManager(ExplainsNames):
             step: The number of completed optimizer updates, 0 or more.
             items: The item, or a dictionary of items if the manager has several. Items of ``item_intervals`` are saved
                 if they are due, and may be omitted.
-            metrics: Numbers that are stored with the checkpoint and used to rank it, as a dictionary or another
-                container, which may contain dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to
-                4096 numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
+            metrics: Numbers that are stored with the checkpoint and used to rank it, in a dictionary or another
+                container. Containers may be nested: dictionaries, lists, tuples, namedtuples, dataclasses and arrays of
+                up to 4096 numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
             custom_metadata: JSON-serializable information about this step; see :meth:`custom_metadata`.
             force: Save even if no save is due, and atomically replace a checkpoint of the same step. After
                 :meth:`restore` of an older step, later steps are replaced even without ``force``.
