@@ -37,7 +37,7 @@ class BackgroundSave:
 
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
-        self._current: _UnderWay | None = None  # the save in progress, or an ended save that has not been joined
+        self._current: _UnderWay | None = None  # the save in progress, or a finished save that has not been joined
         self._changing = Lock()  # guards `_current`, because several threads may save and wait
         self._error: SaveFailedError | None = None
 
@@ -86,7 +86,7 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # an interrupt, after which the thread may be running, or a failure to start it
+            except BaseException:  # an interrupt, after which the thread may still run, or a failure to start it
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
@@ -98,7 +98,7 @@ class BackgroundSave:
             current.awaited.set()
 
     def join(self) -> None:
-        """Wait until no save is in progress, and keep its error without raising it."""
+        """Wait until no save is in progress. The error of a failed save is kept, but not raised."""
         while True:
             with self._changing:  # lets another thread finish starting its save
                 current = self._current

@@ -207,7 +207,7 @@ class AsyncCheckpointer(Checkpointer):
             **kwargs: Additional arguments for the handler.
 
         Raises:
-            SaveFailedError: The previous save failed. The new save has still been started.
+            SaveFailedError: The previous save failed. The new save has been started nevertheless.
         """
         self._save.join()
         save = self._begin(path, item, force, kwargs)
@@ -281,7 +281,7 @@ class OwnItems:
         self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
-        """Return the name of the item to restore for a checkpointer, which does not name the object that it saves."""
+        """Return the name under which a checkpointer saves its only object."""
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:

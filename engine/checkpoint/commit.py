@@ -75,7 +75,7 @@ def write_record(location: Location, record: CheckpointRecord, *, before: Sequen
 
 @contextlib.contextmanager
 def answered(location: Location, content: bytes) -> Iterator[None]:
-    """Suppress the error of a request without a response if the request has written the record."""
+    """Suppress the error of a request that received no response but has written the record anyway."""
     try:
         yield
     except StorageUnavailableError:
@@ -88,7 +88,7 @@ def answered(location: Location, content: bytes) -> Iterator[None]:
 
 
 class Phase(Enum):
-    """The progress of a save, which determines the files that may be removed if the save is aborted."""
+    """The progress of a save, which determines which files may be removed if the save is aborted."""
 
     PLANNED = auto()  # nothing has been written
     BEGUN = auto()  # the directory may exist, but any marker in it belongs to another save
@@ -119,8 +119,8 @@ class PendingCheckpoint(ABC):
         location: The checkpoint's directory.
         items: The names of the checkpoint's items.
         overwrite: Whether an existing checkpoint may be replaced.
-        owned: Whether the caller owns the directory, and checks this right before the commit. In an object store, the
-            marker of another save then belongs to a superseded run, which will not commit.
+        owned: Whether the caller owns the directory, and verifies this right before the commit. If so, the marker of
+            another save in an object store belongs to a superseded run, which will not commit.
         parts: The commit hooks of this kind of checkpoint.
         copies: The fingerprint of the original, if this checkpoint is a copy.
 
@@ -225,7 +225,7 @@ class PendingCheckpoint(ABC):
     def _clear(self) -> None:
         """Remove the remaining files of an aborted save after its folders have been removed."""
 
-    # ---- the steps that do not
+    # ---- the steps that are the same for both
 
     def _read_old(self, names: set[str], *, overwrite: bool) -> None:
         """Read the record of an existing checkpoint, if any; raise CheckpointExistsError if it may not be replaced."""
@@ -273,7 +273,7 @@ class PendingCheckpoint(ABC):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # the one present before this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # the marker before this save
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -283,11 +283,11 @@ class PendingCheckpoint(ABC):
 
     @property
     def _is_alone(self) -> bool:
-        """True if no other save can commit here, because an owned directory in an object store has a single writer."""
+        """True if this is an owned directory in an object store, where no other save can commit."""
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:
-        """Return True if the path still belongs to this save, whose marker may be missing or incomplete."""
+        """Return True if the path still belongs to this save. Its marker may be missing or incomplete."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
@@ -434,7 +434,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # A new checkpoint's marker need not be synced, because even an empty one permits removal after a power failure.
+        # A new checkpoint's marker need not be synced, because even an empty one permits a clean-up after power loss.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)

@@ -1,8 +1,8 @@
 """Copy a committed checkpoint to another location: first the files that its record lists, then the record.
 
 Files are copied unchanged, and every byte is verified against the saved checksums. The commit protocol ensures that a
-partial copy is not a checkpoint. The marker of an interrupted copy contains the original's fingerprint, by which the
-next attempt recognizes the copy and skips complete files. A file on disk is complete if its bytes match their
+partial copy is not a checkpoint. The marker of an interrupted copy contains the fingerprint of the original, so that
+the next attempt can recognize the copy and skip complete files. A file on disk is complete if its bytes match their
 checksums. An object is complete if it has the right size, because stores never expose partial objects. If a store can
 copy objects itself, files of unchanged arrays are sent only once instead of at every step (`CopiedFiles`).
 """
@@ -65,9 +65,9 @@ class Transfer:
         self.gives_way = False
         self.ended: Exception | None = None  # the first error passed to end()
         self.done = 0  # bytes that are already at the destination
-        self.sent = 0  # bytes that this machine has sent, without files copied by the store itself
+        self.sent = 0  # bytes that this machine has sent, excluding files copied by the store itself
         self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
-        self._measured = 0.0, 0  # seconds without giving way, and the bytes that arrived during them
+        self._measured = 0.0, 0  # seconds in which the copy did not give way, and bytes that arrived in this time
         self._since = now(), 0  # time at which the last measurement ended, and bytes that had arrived by then
 
     def give_way(self, yes: bool) -> None:
@@ -196,8 +196,8 @@ def copied_step(
     copied: CopiedFiles | None = None,
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
-    # If the original is damaged, no files are left at the destination; after other errors, the next attempt reuses the
-    # copied files. The store itself can copy the files in ``copied``, which earlier copies have sent.
+    # If the original is damaged, remove the copied files; after other errors, keep them so that the next attempt can
+    # reuse them. ``copied`` lists the files of earlier copies, which can be sources for copies within the store.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     transfer = transfer or Transfer()

@@ -55,7 +55,7 @@ class CommitParts:
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace the checkpoint. A damaged ``record`` is None."""
+        """Raise an error if a save of this kind must not replace the checkpoint. ``record`` is None if damaged."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
         """Remove the documents derived from a record, before the record is replaced."""
@@ -102,7 +102,7 @@ def left_archives(location: Location, names: Iterable[str]) -> set[str]:
 
 
 def is_left_archive(location: Location) -> bool:
-    """Return True if an object's name and content show that it is an archive written by a save."""
+    """Return True if an object's name and contents show that it is an archive written by a save."""
     if not (location.is_remote and _OUR_ARCHIVE.fullmatch(location.name)):
         return False
     try:
@@ -117,7 +117,7 @@ def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> b
 
 
 def deletion_at(location: Location) -> dict[str, Any] | None:
-    """Return the content of the deletion marker, or None if there is none."""
+    """Return the contents of the deletion marker, or None if there is no marker."""
     return FileLock(location / DELETED).content() or None
 
 
@@ -146,7 +146,7 @@ def remove_empty(location: Location) -> None:
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
-    """Delete a checkpoint, starting with its record so that it is immediately invalid. A known record may be passed."""
+    """Delete a checkpoint, starting with its record so that it is invalid immediately. Pass the record if known."""
     items = () if record is None else record.items.values()
     if location.is_remote and record is not None and all(item.is_archive for item in items):
         names = names_in(location) | folders_of(record)
@@ -251,8 +251,8 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests is essential (see `store_commit.py`). A save whose record this sweep has not seen finds
-        # that its marker is missing, and then finds either this deletion marker or missing files. The deletion marker
+        # The order of requests is essential (see `store_commit.py`). If this sweep has not seen the record of a save,
+        # that save finds its marker missing, and then either this deletion marker or missing files. The deletion marker
         # names the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))

@@ -1,4 +1,4 @@
-"""Check that processes hold equal values for the replicated parts of a tree, as a save assumes."""
+"""Check that the replicated parts of a tree have equal values on all processes, as a save assumes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NOT_HERE = -1
 def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
     """Check that the replicated parts of a tree have equal values on all processes.
 
-    A save assumes that plain tensors, numpy arrays and Python values are equal on all processes, and writes each
-    part from one process; jax arrays and DTensors may also be replicated. If the values differ, for example because of
-    a forgotten broadcast or different seeds, the checkpoint mixes values of several processes. Saves do not check this,
-    so call this function before the first save, or when in doubt. It reads every replicated array, after copying it
-    from an accelerator to the host, at a few gigabytes per second. Statistics that differ between processes by design,
+    A save assumes that plain tensors, numpy arrays and Python values are equal on all processes, and writes each part
+    from one process. The same applies to replicated jax arrays and DTensors. If the values differ, for example because
+    of a forgotten broadcast or different seeds, the checkpoint mixes values of several processes. Saves do not check
+    this, so call this function before the first save, or when in doubt. It reads every replicated array at a few
+    gigabytes per second, after copying it to the host if necessary. Statistics that differ between processes by design,
     such as those of BatchNorm under DDP, are also reported.
 
     All processes must call this function. In a single-process program, it returns immediately.
@@ -60,7 +60,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
-    layouts: dict[int, str] = {}  # digests of the lists of parts; many arrays may share a list
+    layouts: dict[int, str] = {}  # digests of the lists of parts, by id, because many arrays may share a list
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)
@@ -98,7 +98,7 @@ def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[st
     strangers = [number for number, (structure, *_) in enumerate(gathered) if structure != gathered[0][0]]
     if strangers:
         return first_lines([f"process {number} has another tree than process 0" for number in strangers])
-    expected = np.full(len(names), _NOT_HERE, np.int64)  # digest of each part on its first holder
+    expected = np.full(len(names), _NOT_HERE, np.int64)  # digest of each part on the first process that holds it
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
     for process, (_, *numbers) in enumerate(gathered):

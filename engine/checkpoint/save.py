@@ -94,7 +94,7 @@ class ItemToSave(NamedTuple):
 
 
 class Save:
-    """A save whose snapshot has been taken but that has yet to be written and committed::
+    """A save whose snapshot has been taken, but which has not been written or committed yet::
 
         with save.completing() as claimed:
             if claimed:
@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Take the snapshot of an item before the call returns, and return the prepared item."""
+        """Prepare an item to be written; take its snapshot if the save continues in the background."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}
@@ -165,7 +165,7 @@ class Save:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
-        """Claim the save and yield True, or yield False if it has been aborted; an error in the block aborts it."""
+        """Claim the save and yield True, or yield False if it was aborted. An error in the block aborts the save."""
         if not self._claim.acquire(blocking=False):
             yield False
             return
@@ -227,7 +227,7 @@ class Save:
 
 
 def commit_protocol(location: Location) -> type[PendingCheckpoint]:
-    """Return the commit protocol for a location, which depends on whether it is in an object store."""
+    """Return the commit protocol for a location, depending on whether it is in an object store."""
     if not location.is_remote:
         return LocalCommit
     from .store_commit import StoreCommit
@@ -257,7 +257,7 @@ _Committed = tuple[CheckpointRecord, int, int]
 
 @dataclass
 class Primary:
-    """The role of process 0 or of the only process, which creates the folders, merges the shares, and commits."""
+    """The role of process 0 (or the only process): it creates the folders, merges the shares, and commits."""
 
     pending: PendingCheckpoint
     rendezvous: Rendezvous | None
@@ -282,7 +282,7 @@ class Primary:
         return self.pending.folders
 
     def gather(self, shares: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
-        """Wait until all processes have written their shares; return a mapping from items to fragments."""
+        """Wait until all processes have written their shares; return the fragments of each item."""
         gathered = {name: [fragment] for name, fragment in shares.items()}
         contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
         sent = [
@@ -303,7 +303,7 @@ class Primary:
         nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
             self.told = "the commit"
-            # Send a summary without the file list, which grows with the number of processes.
+            # Send a summary without the file list, because the list grows with the number of processes.
             summary = record.summary()
             facts = {"record": summary.to_document(), "summarizes": summary.summarizes, "bytes": nbytes}
             try:
@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes, which write shares and pass fragments to process 0, large ones in files."""
+    """The role of all other processes: they write shares, and send fragments to process 0, large ones as files."""
 
     location: Location
     items: Sequence[str]

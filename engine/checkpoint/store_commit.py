@@ -1,11 +1,11 @@
 """The commit protocol for object stores, which relies on the order of requests instead of locks and renames.
 
-A store with conditional writes accepts a record only if there is still no record, or still the record to be replaced.
+With conditional writes, a store accepts a record only if there is still no other, or still the one to be replaced.
 Exactly one of several concurrent saves is therefore committed, and no save removes files of another save before that.
 In a store without conditional writes, a save fails if its marker has another token right before or after the commit.
 
 A sweep may run concurrently with a save. The sweep first writes a deletion marker that names the current record, and
-removes the marker of the save; if the record has changed by then, it removes no other files. The save checks its
+removes the marker of the save; if the record has changed by then, the sweep removes no other files. The save checks its
 marker after it has written its record. At least one of the two therefore detects the other and gives way.
 
 If a store has conditional writes, and all items of a new checkpoint are archives, the save omits the marker to avoid
@@ -67,7 +67,7 @@ class StoreCommit(PendingCheckpoint):
         elif not (left or is_untouched):
             sweep(location, self._parts)
             names = names_in(location)
-        # Unique names prevent a save whose marker was swept, or late requests, from writing into these folders.
+        # Unique names prevent late requests, and saves whose marker was swept, from writing into these folders.
         self._choose_paths(items, names, left, unique=True)
 
     def _begin(self, archives: Collection[str]) -> None:
@@ -93,7 +93,7 @@ class StoreCommit(PendingCheckpoint):
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise an error if another run has removed files of this unmarked save; list leftover archives in a marker."""
+        """Raise an error if another run has removed files of this save; write a marker if archives are left over."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()

@@ -46,8 +46,8 @@ class SaveArgs:
     """Options for saving one leaf.
 
     Attributes:
-        aggregate: Store the leaf in a file with all other aggregated leaves instead of a separate array, which is
-            useful for small leaves. Strings, bytes, None and long integers are always stored in ``tree.json``.
+        aggregate: Store the leaf in one file with all other aggregated leaves, not as a separate array. This is useful
+            for small leaves. Strings, bytes, None and long integers are always stored in ``tree.json``.
         dtype: Cast the elements, including Python numbers, to this dtype before they are saved. Strings, bytes, None
             and PRNG keys are not cast. Precision may be lost, but the save fails if the dtype cannot represent a value,
             such as a fraction or NaN in an integer dtype, or a finite number that would become infinite.
@@ -256,7 +256,7 @@ def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[An
 def aggregate(
     names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
 ) -> tuple[list[Leaf], dict[str, bytes]]:
-    """Pack leaves with ``aggregate=True`` into a file and replace them with entries; return all leaves and the file."""
+    """Pack leaves with ``aggregate=True`` into a file; return all leaves, with packed ones as entries, and the file."""
     kept = list(leaves)
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []

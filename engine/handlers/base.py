@@ -1,4 +1,4 @@
-"""The protocol by which a handler writes one kind of object into a folder and reads it back.
+"""The protocol that handlers implement to write one kind of object into a folder and read it back.
 
 A handler need not deal with atomicity or threads, because a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls the handler and commits the written files.
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum size in bytes of an item packed into one file. Reading it takes no longer than another store request.
+# Maximum size in bytes of an item packed into one file. Reading this much takes no longer than another request.
 SMALL_ITEM = 256 << 10
 
-# Arguments that only the engine, and not the callers of a checkpointer, may pass to handlers.
+# Arguments that only the engine may pass to handlers, not the callers of a checkpointer.
 INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
@@ -62,9 +62,9 @@ class CheckpointHandler(abc.ABC):
     """Saves and restores one kind of object in a folder of the checkpoint.
 
     Attributes:
-        kind: The name by which the commit record identifies items of this handler.
+        kind: The name that identifies items of this handler in the commit record.
         collective: Whether all processes take part in a save. Otherwise, only process 0 calls the handler.
-        optional: Whether a checkpoint may be saved without the item, and restored without it even if it was saved.
+        optional: Whether the item may be omitted from a save, and from a restore even if it was saved.
         verifies: Whether :meth:`restore` verifies the data. Otherwise, the checksums of all files are checked first.
         shares_reads: Whether :meth:`restore` accepts ``shared=``, so that data needed by several processes is read only
             once. A subclass that overrides ``restore`` must set this attribute again.
@@ -143,10 +143,10 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     """A handler that takes a snapshot without a folder, so that unsupported items fail before files are written.
 
     Attributes:
-        divides: Whether :meth:`prepare` accepts ``member=``, the process whose share will be written, which is passed
-            if several processes save together. The snapshot may then omit data that is not in this share.
-        reuses: Whether :meth:`prepare` accepts ``reuse=``, the data files of earlier steps, which managers pass so that
-            unchanged arrays are not written again.
+        divides: Whether :meth:`prepare` accepts ``member=``. If several processes save together, this is the process
+            whose share will be written, and the snapshot may omit all other data.
+        reuses: Whether :meth:`prepare` accepts ``reuse=``. Managers use it to pass the data files of earlier steps, so
+            that unchanged arrays need not be written again.
         layout: The data file sizes of the handler, if :meth:`prepare` accepts ``layout=`` to override them. A manager
             whose mirror is in an object store passes a layout for uploads.
     """
@@ -235,7 +235,7 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future reports the files that it wrote; otherwise, return None."""
+    """Complete a save. Return its files if every future reports the files that it wrote, and None otherwise."""
     records: dict[str, FileRecord] = {}
     are_known = bool(futures)
     for future in futures or ():

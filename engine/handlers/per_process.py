@@ -31,15 +31,15 @@ from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
 
-SMALL_SHARE = 16 << 10  # maximum size in bytes of a zip file sent to process 0, which writes it (see `Save`)
+SMALL_SHARE = 16 << 10  # maximum size in bytes of a zip file that process 0 receives and writes (see `Save`)
 
 
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves one tree for each process, in a folder named after the process, or in a zip file if the tree is small.
 
     Each process restores its own tree. If the number of processes has changed, a warning is logged. With fewer
-    processes, the trees of the last processes are not restored. An additional process has no saved tree, and receives
-    its template, or None without a template, but never the random stream or data position of another process.
+    processes, the trees of the last processes are not restored. An additional process, which has no saved tree,
+    receives its template (or None), but never the random stream or data position of another process.
 
     Args:
         handler: The handler that saves and restores the tree of each process; None creates one.
@@ -78,7 +78,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         Args:
             directory: The folder of the item.
             item: The template, as for trees.
-            process: The index of another process, whose tree is restored instead.
+            process: The index of another process whose tree to restore instead.
             every: If the number of processes has changed, return the trees of all saved processes as
                 :class:`SavedShares`, without a warning.
             files: The folder's files, as listed in the commit record.

@@ -56,7 +56,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves pytrees whose leaves are arrays of any library, scalars, strings, bytes, or have a type handler.
+    """Saves pytrees whose leaves are arrays of any library, scalars, strings or bytes, or have a type handler.
 
     Args:
         layout: The sizes of chunks, segments and data files, and the compression of chunks.
@@ -126,10 +126,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Args:
             item: The tree.
             snapshot: Whether to copy mutable arrays. Immutable arrays, such as jax arrays, are referenced instead.
-            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree, which may omit keys, with
-                one for each leaf or subtree.
+            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree with one for each leaf or
+                subtree; the prefix may omit keys.
             layout: The sizes of chunks, segments and data files, instead of the handler's own.
-            member: The process whose share will be written, which allows the snapshot to omit other processes' data.
+            member: The process whose share will be written; the snapshot may omit the data of other processes.
             reuse: The data files of earlier steps, which are reused for unchanged arrays.
             fresh: The types of the run's initial state (:func:`fresh_types`), for ``as_saved`` of :meth:`restore`.
             **kwargs: Must be empty.
@@ -226,9 +226,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 optimizer that has not taken a step receives the saved values. None returns the saved containers with
                 numpy arrays.
             files: The folder's files, as listed in the commit record.
-            restore_args: A :class:`~holdfast.RestoreArgs` for all leaves, or a prefix of the template (without a
-                template, of the saved tree), which may omit keys, with one for each leaf or subtree. These arguments
-                take precedence over the template.
+            restore_args: A :class:`~holdfast.RestoreArgs` for all leaves, or a prefix of the template (or, without one,
+                of the saved tree) with one for each leaf or subtree; the prefix may omit keys. These arguments take
+                precedence over the template.
             select: Patterns of paths; only matching leaves are read.
             transforms: Transformations from the saved tree to the template's tree, as for
                 :func:`~holdfast.load_transformed`; they require a template.
@@ -236,12 +236,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 restored from the saved tree instead of the template.
             torch_tensors: Whether a restore without a template returns torch tensors as tensors if the program has
                 imported torch. Managers set this, because ``load_state_dict`` requires tensors.
-            as_saved: Whether the template is the initial state of a resuming run. If it has the types of the state with
-                which the run began (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and
-                lists and dictionaries that have grown are restored completely; other types are an error. If the run
-                has recorded no types, only the template determines the result. Without a template, jax arrays are
-                restored as jax arrays if the program has imported jax; a list of root keys restricts this to the
-                leaves below them.
+            as_saved: Whether the template is the initial state of a resuming run. If its types match those of the run's
+                initial state (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and lists and
+                dictionaries that have grown are restored completely; other types are an error. If the run has recorded
+                no types, only the template determines the result. Without a template, jax arrays are restored as jax
+                arrays if the program has imported jax; a list of root keys restricts this to the leaves below them.
             entries: Templates for some entries of a saved dictionary, which may lack these entries. Other entries
                 are restored without a template.
             source: A tree saved by another library, which is read instead of the tree in the folder.
@@ -321,7 +320,7 @@ def check_savable(item: Any) -> None:
 
 
 def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
-    """Return the leaf types of a run's initial state for the ``fresh`` argument; ``roots`` are its root entries."""
+    """Return the leaf types of a run's initial state for the ``fresh`` argument; ``roots`` lists its root entries."""
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
     return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)

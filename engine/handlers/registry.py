@@ -1,4 +1,4 @@
-"""Type handlers, for leaves whose type holdfast does not support or that are stored elsewhere."""
+"""Type handlers for leaves whose type holdfast does not support, or that are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .base import Files, finish, run_coroutine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """Information about a leaf that is exchanged with its :class:`TypeHandler`.
+    """Information about a leaf, exchanged with the leaf's :class:`TypeHandler`.
 
     Attributes:
         name: The leaf's storage name, such as ``params.vocabulary``.
         facts: JSON values, stored in ``tree.json``, that the handler needs to read the leaf. Values that are read from
             a checkpoint must not be trusted.
-        folder: A folder in the checkpoint for the leaf's files, of which there may be any number. The folder exists
-            when ``serialize`` is called; before that, this attribute is None.
+        folder: A folder in the checkpoint for any number of files of the leaf. The folder exists when ``serialize`` is
+            called; before that, this attribute is None.
     """
 
     name: str
@@ -84,7 +84,7 @@ class TypeHandler(abc.ABC):
         """Read leaves. This method may be a coroutine.
 
         Args:
-            infos: The information about each leaf, including its folder and facts. The digests of the files match.
+            infos: The information about each leaf, including its folder and facts. The digests have been verified.
             args: The arguments that were passed to ``restore`` for each leaf.
 
         Returns:

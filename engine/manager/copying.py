@@ -66,16 +66,16 @@ def copy_checkpoint(
     all of its files are durable, so an interrupted call leaves no checkpoint, and a repeated call transfers only the
     missing files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with
     credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is
-    held in memory while it is uploaded, with a peak of three times its size. If several processes call this function,
-    process 0 copies the files while the others wait.
+    held in memory while it is uploaded, which takes up to three times its size. If several processes call this
+    function, process 0 copies the files while the others wait.
 
     Args:
         source: The path or URL of a holdfast checkpoint or of a run's directory.
         destination: The path or URL of the copied checkpoint or run. A run's metadata and options are copied with its
             steps; steps that already exist at the destination are not copied again.
         overwrite: Whether to replace a different checkpoint at the destination.
-        max_bandwidth: The maximum rate in bytes per second, or as text such as ``"50 MB/s"``; None for no limit.
-        progress: Receives the total size and the progress, in bytes. Files that need not be copied again are included.
+        max_bandwidth: The maximum rate, in bytes per second or as text such as ``"50 MB/s"``; None for no limit.
+        progress: Receives the total size and the progress in bytes, including files that need not be copied again.
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
 
@@ -143,7 +143,7 @@ class _Copy:
                 with copied_step(
                     source, destination, record, overwrite=self.overwrite, transfer=transfer, copied=self.copied
                 ):
-                    pass  # nothing has to be checked before the commit
+                    pass  # no checks are needed before the commit
             return CopyReport(
                 source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=transfer.sent
             )
@@ -166,7 +166,7 @@ class _Copy:
                         ownership.check()
                         target = destination / there.get((entry.series, entry.step), entry.location.name)
                         done.append(self._copy_one(entry.location, target, share))
-                        # The entry's record includes metrics added by other programs.
+                        # Unlike the copied record, the entry's record includes metrics added by other programs.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
                     except CheckpointNotFoundError:  # the run has since deleted the step

@@ -1,8 +1,8 @@
-"""Decide when to save, agree on it across processes, and track the steps of an abandoned branch.
+"""Decide when to save, make all processes agree, and track the steps of an abandoned branch.
 
-Triggers evaluate one :class:`Moment` of a training loop, and :func:`decide` combines them. Most steps require no
+Triggers evaluate a :class:`Moment` of the training loop, and :func:`decide` combines them. Most steps require no
 communication, because each process evaluates the triggers that depend only on the step. Time, metrics and failed saves
-may differ between processes, so the processes follow process 0 at the steps that :class:`SyncSchedule` chooses.
+may differ between processes, so these follow process 0 at the steps that :class:`SyncSchedule` chooses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # imported lazily because it loads random and decimal, which listing steps does not need
+    import statistics  # imported lazily because it loads random and decimal, which are not needed to list steps
 
     return statistics.median(values)
 
@@ -38,7 +38,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision about saving, which is true in a boolean context if a save is due.
+    """The decision whether to save a step. It is true in a boolean context if a save is due.
 
     Attributes:
         save: Whether a save is due.
@@ -137,7 +137,7 @@ class Wanted(SavePolicy):
 
 
 def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
-    """Decide to save an unsaved step if any trigger is due. The reason lists all triggers that are due."""
+    """Decide to save a step if it is not saved and any trigger is due. The reason lists all triggers that are due."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
     due = [reason for trigger in triggers if (reason := trigger.reason(moment)) is not None]
@@ -148,10 +148,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save. All processes have the same schedule."""
+    """Schedules the steps at which processes agree on whether to save. The schedule is the same on all processes."""
 
-    # Process 0 predicts from the pace of the loop when the next time-based save is due, and schedules the next
-    # agreement halfway to it. After a save that depends only on the step, processes check its outcome ever less often.
+    # Process 0 predicts from the loop's pace when the next time-based save is due, and schedules an agreement halfway
+    # to it. For saves that depend on the step, processes also check for failures at growing intervals.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -203,7 +203,7 @@ class SyncSchedule:
 
 
 class StepPace:
-    """Measures how much longer the steps of a loop take while a background save is written."""
+    """Measures how much a background save slows down the steps of a loop."""
 
     _FEWEST = 8  # minimum number of steps for a comparison
 
@@ -214,7 +214,7 @@ class StepPace:
         self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
-        """Record that a step ended, and the number of the save in progress, if any."""
+        """Record the end of a step. ``save`` is the number of the save in progress, or None."""
         last = self._last
         if last is not None and step <= last[0]:
             return
@@ -227,11 +227,11 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return by how many seconds a save of this duration delayed the steps, or None if there were too few steps."""
+        """Return by how many seconds a save of this duration delayed the loop; None if too few steps were timed."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # not computed in save_begins(), because the loop would have to wait for it
+        usual = median(self._usual)  # computed here because the loop waits for save_begins()
         # Durations vary, so steps count as slower only if three in four take longer than the median without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -323,29 +323,29 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """Tracks the steps after the one that a run resumed from, until the run replaces or passes them."""
+    """Tracks the steps that are later than the one a run resumed from, until the run replaces or passes them."""
 
     # This run has to warn about these steps because a later run cannot determine which branch a step belongs to.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
         self._warns = warns
-        self._origin: int | None = None  # the step from which the run resumed, until the warning is logged
+        self._origin: int | None = None  # the step from which the run resumed; None once the warning is logged
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, unless a step has been saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
-        """Record a restored step and the later steps, which are abandoned if the run resumes from the restored one."""
+        """Record a restored step, and the later steps that are abandoned if the run resumes from it."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Return whether a save may replace an existing step because the step belongs to the abandoned branch."""
+        """Return whether a save may replace an existing step, that is, whether the step is on the abandoned branch."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record the start of a save; warn once about later steps unless the save marks them abandoned (``leaves``)."""
+        """Record the start of a save. Warn once about later steps unless it marks them as abandoned (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}
@@ -354,7 +354,7 @@ class AbandonedSteps:
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"
             )
-        elif not self._left.intersection(later):  # the run has passed all of them, or has only read an older step
+        elif not self._left.intersection(later):  # the run has passed these steps, or has only read an older one
             self._left &= {step}
         else:
             self.warn(later)

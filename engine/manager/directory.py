@@ -110,8 +110,8 @@ def record_metrics(
 ) -> None:
     """Add metrics to a step from outside its run, for example from a separate evaluation program.
 
-    This call changes none of the run's files, so the run may continue to save, rank and delete steps. It reads the new
-    metrics before it deletes further steps; ``best_step``, ``metrics`` and ``holdfast ls`` include them immediately.
+    This call changes none of the run's files, so the run may continue. The run reads the new metrics before it deletes
+    further steps, and ``best_step``, ``metrics`` and ``holdfast ls`` include them immediately.
 
     Args:
         directory: The path or URL of the run's directory.
@@ -151,11 +151,11 @@ def record_metrics(
     )
 
 
-# ---- the directory, and its one writer
+# ---- the directory and its single writer
 
 
 class RunDirectory(StepIndex):
-    """The index of one series of steps in a directory, and the operations that its single writer performs."""
+    """The index of one series of steps in a directory, with the operations of the directory's single writer."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class RunDirectory(StepIndex):
 
     @property
     def identity(self) -> RunIdentity:
-        """The identity of the run, which is reread from its file until this writer owns the directory."""
+        """The identity of the run, reread from its file on each access until this writer owns the directory."""
         return stored_identity(self.location) if self._identity is None else self._identity
 
     def acquire(
@@ -202,7 +202,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self.partial = set()
-        if partial is not None and partial.step is not None:  # the next attempt can complete its copy
+        if partial is not None and partial.step is not None:  # the next attempt can complete the copy of this step
             interrupted = self.step_location(partial.step)
             if interrupted in folders and copy_left(interrupted) == partial.fingerprint:
                 folders.remove(interrupted)
@@ -254,7 +254,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Record, before a deletion, that the mirror's copy of the step and all local steps must not be restored."""
+        """Before a step is deleted, record that neither the mirror's copy of it nor any local step may be restored."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -335,8 +335,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between creating and locking the folder. Keep a newer folder,
-                # which another program may be about to fill. The file system sets both times, so they are comparable.
+                # An earlier run may have been killed between creating and locking the folder. Keep a newer folder:
+                # another program may be about to fill it. The file system sets both times, so they are comparable.
                 with contextlib.suppress(OSError):  # usually raised because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -371,7 +371,7 @@ class RunDirectory(StepIndex):
             self.add(step, record)
 
     def delete(self, step: int, everywhere: bool) -> None:
-        """Delete a step, intact or damaged; ``everywhere`` leaves a tombstone for the other storage tiers."""
+        """Delete an intact or damaged step; ``everywhere`` also leaves a tombstone for the other storage tiers."""
         with self._changing:
             if not (self.is_damaged(step) or self.is_stray(step)):
                 self.stored_record(step)  # raises an error if the step does not exist
@@ -380,7 +380,7 @@ class RunDirectory(StepIndex):
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all later steps, intact or damaged, starting with the last; return them in ascending order."""
+        """Delete all later steps, whether intact or damaged, starting with the last; return them in ascending order."""
         with self._changing:
             self._add_tombstone(step, later=True)
             later = [number for number in self.steps_and_damaged() if number > step]
@@ -399,7 +399,7 @@ class RunDirectory(StepIndex):
                     delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
-                if not is_there:  # without its record, the step is deleted; the next sweep removes its files
+                if not is_there:  # without a record, the step counts as deleted; the next sweep removes its files
                     self.add(step, None)
                 if is_there or not is_strange(error):
                     raise
@@ -409,8 +409,8 @@ class RunDirectory(StepIndex):
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Move aside a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
-        # Do not delete the folder, which may become readable again, or a link's target, which is not part of the run.
+        """Move a step's folder aside if it cannot be read or replaced; remove a link that is to be replaced."""
+        # Keep the folder, because it may become readable again, and a link's target, because it is not part of the run.
         error, folder = self._indexed(step).error, self.step_location(step)
         # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()
@@ -468,7 +468,7 @@ class RunDirectory(StepIndex):
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
 
     def _warn_without_best(self) -> None:
-        """Warn once if no step has the metric of ``best_fn``, whose name is then probably misspelled."""
+        """Warn once if no step has the metric of ``best_fn``, probably because its name is misspelled."""
         rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
         infos = self.infos()
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):

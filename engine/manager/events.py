@@ -33,11 +33,11 @@ _METRICS = 64  # maximum number of metrics in an event
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
 _EARLY = 8  # maximum number of events buffered until the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # identifies this process; a PID does not, because PIDs are reused
+_PROGRAM = os.urandom(6).hex()  # identifies this process; a PID would not, because PIDs are reused
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
-"""One event, parsed from a line of the file in the format that :class:`RunEvents` describes."""
+"""An event, parsed from one line of the file; :class:`RunEvents` describes the format."""
 
 
 class RunEvents:
@@ -64,8 +64,8 @@ class RunEvents:
         """Register a function that is called with every event, for example to forward events to a logger.
 
         The listener runs on the thread that produces the event; for ``saved``, this is the background thread that
-        writes the checkpoint. If several processes save, listeners are called only on process 0. Errors of the
-        listener are logged, the first one as a warning, and have no other effect.
+        writes the checkpoint. If several processes save, listeners are called only on process 0. Errors in the listener
+        are logged, the first one as a warning, and have no other effect.
 
         Args:
             listener: A function that takes the event as a dictionary.
@@ -86,7 +86,7 @@ class RunEvents:
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Record that the run has acquired its directory, in which ``newest`` is the newest step."""
+        """Record that the run has acquired its directory. ``newest`` is the newest step in it."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
@@ -97,7 +97,7 @@ class RunEvents:
             self._append(event)
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event, without ever raising an error."""
+        """Append an event. This method never raises an error."""
         self._has_ended |= event in ("finished", "preempted", "failed")
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
         if self._early is None:
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports the first save in each series of saves that take over ``limit`` seconds."""
+    """Return a listener that reports each save that takes over ``limit`` seconds, unless the previous save did too."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -244,7 +244,7 @@ def read_run_events(directory: Location) -> list[dict[str, Any]]:
 
 
 def has_finished(path: Path) -> bool:
-    """Return whether training has finished according to the events; ignore events written by later commands."""
+    """Return whether the events show that training has finished, ignoring events written by later commands."""
     for event in reversed(read_events(path)[0]):
         if event["event"] == "ended" and event.get("how") == "finished":
             return True

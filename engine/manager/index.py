@@ -38,7 +38,7 @@ from .places import StepPlace
 from .retention import StepInfo, info_of
 
 OLD_INDEX = "steps.log"  # index of commit records that earlier versions wrote to local directories
-_SHOWN = "Orbax"  # the only other library whose steps are listed, because it names them as holdfast does
+_SHOWN = "Orbax"  # the only other library whose steps are listed, because it names steps as holdfast does
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StepIndex:
         self._strays: set[int] = set()  # step numbers of folders that contain no checkpoint
         self._folders: dict[int, Location] = {}  # the step folders found in the last directory listing
         self._is_foreign = False  # whether the steps were written by another library
-        self._width: int | None = None  # minimum number of digits in new folder names, once known
+        self._width: int | None = None  # minimum number of digits in new folder names; None until known
         self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         self._left: tuple[tuple[StepInfo, ...] | None, frozenset[int]] = None, frozenset()  # see `left_behind`
         names = self.reload()
@@ -125,7 +125,7 @@ class StepIndex:
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
-                if now and now.record and before.error and before.record and not forget:  # the data is damaged
+                if now and now.record and before.error and before.record and not forget:  # its data is damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
             self._strays -= index.keys()
@@ -198,7 +198,7 @@ class StepIndex:
     def left_behind(self) -> frozenset[int]:
         """Return the steps that the run abandoned when it resumed from an earlier step."""
         infos, left = self._left
-        if infos is not self.infos():  # computed once for each list of steps, because `latest_step` asks for it
+        if infos is not self.infos():  # computed only once per list of steps, because `latest_step` needs it
             infos = self.infos()
             records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
             marks = left_behind(records.values())
@@ -230,7 +230,7 @@ class StepIndex:
         return OtherItems(open_at(location)) if self._is_foreign else OwnItems(location, record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
-        """Return whether to reread a damaged step because it was replaced, or because the network may be at fault."""
+        """Return whether to reread a damaged step: it may have been replaced, or the network may be at fault."""
         if not isinstance(stored, OwnItems) or step in self.borrowed:
             return False
         entry = self._read_entry(step)

@@ -1,11 +1,12 @@
 """Periodic policies, and a save interval that is learned from a run's events to minimize the lost training time.
 
-Saves that cost ``C`` seconds each, at an interval of ``T`` seconds, take the fraction ``C / T`` of the time. Failures,
-which occur every ``M`` seconds on average, each lose half an interval, plus the time until a save is durable and the
-time to resume, which do not depend on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order
-approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum
-checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not affect the optimum, and
-that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time between failures.
+If a save costs ``C`` seconds and saves are ``T`` seconds apart, they take the fraction ``C / T`` of the time. If
+failures occur every ``M`` seconds on average, each loses half an interval, plus the time until a save is durable and
+the time to resume, neither of which depends on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W. Young, A first
+order approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the
+optimum checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not affect the
+optimum, and that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time between
+failures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures per day
 _RECENT = 20  # number of recent saves and resumes used for medians
-_NOTABLE = 0.1  # minimum relative change of the interval to report
+_NOTABLE = 0.1  # minimum relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
@@ -107,7 +108,7 @@ class Every(SavePolicy, KeepPolicy):
         for info in ordered:
             if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
                 continue
-            # If the time is earlier, the clock was set back, and the interval is measured from the new time.
+            # If the time is earlier, the clock was set back, so measure the next interval from the new time.
             kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
             last = info.time
         return kept
@@ -120,7 +121,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
     return step // n != previous // n
 
 
-# ---- the interval that loses least
+# ---- the optimal interval
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
@@ -336,7 +337,7 @@ class Experience:
 
 @dataclass
 class LearnedInterval(SavePolicy):
-    """Saves at the interval that is expected to lose the least training time, within bounds, as learned from events.
+    """Learns from a run's events which save interval, within bounds, loses the least training time.
 
     The first save is due after the lower bound, because the cost of a save is not yet known.
     """

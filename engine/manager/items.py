@@ -102,14 +102,14 @@ class ItemSet:
         }
 
     def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the handler's save arguments, with a limited file size if uploads may hold files in memory."""
+        """Return the handler's save arguments; limit the size of data files if an upload may hold them in memory."""
         if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
             return given
         layout: Layout = given.get("layout") or handler.layout
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Let a step share data files with earlier steps, except the newest step and the last one before ``step``."""
+        """Let a step share data files with earlier steps, but not with the newest or the last one before ``step``."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -149,7 +149,7 @@ class ItemSet:
         return wanted
 
     def as_given(self, values: Mapping[str, Any]) -> Any:
-        """Return a dictionary of values by item, or only the value if the manager saves a single item."""
+        """Return the dictionary of values, or the value itself if the manager saves a single item."""
         return values if self._several else values.get(ITEM)
 
     def structure(self, stored: StoredItems) -> Any:

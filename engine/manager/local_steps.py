@@ -43,8 +43,8 @@ COPIES = "copies"  # subfolder for copies of other hosts' files
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
     """For each host, return the indices of the ``copies`` other hosts that keep copies of its files."""
-    # The ring alternates between failure domains. Each host sends to the next hosts in other domains, and to hosts in
-    # its own domain only if there are too few others.
+    # The ring alternates between failure domains. Each host sends copies to the next hosts that are in other domains,
+    # and to hosts in its own domain only if there are too few of those.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
     keepers: list[list[int]] = [[] for _ in domains]
     for position, host in enumerate(ring):
@@ -75,11 +75,11 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A complete local step: each file is on at least one host."""
+    """A local step that is complete, that is, each of its files is on at least one host."""
 
     folder: str  # name of the step's folder on every host
     record: CheckpointRecord
-    holders: Mapping[str, Sequence[tuple[int, str]]]  # for each path, the hosts that have it: (index, subfolder)
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # for each path, the hosts with the file, as (index, subfolder)
 
     @property
     def step(self) -> int:
@@ -93,7 +93,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
-    """Combine the files of a step on all hosts, or return why it is incomplete; "" if its save did not finish."""
+    """Combine the files of a step on all hosts. If it is incomplete, return why, or "" if its save did not finish."""
     here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
     records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
     if not records:
@@ -142,7 +142,7 @@ class _Program:
     path_digest: str  # digest of the run directory's path, used as the suffix of the folder's name
     token: str
     attempt: str  # random text that identifies this attempt of the program
-    branches: tuple[LocalBranch, ...]  # the history at the start, which determines which local steps are valid
+    branches: tuple[LocalBranch, ...]  # the history at the start; it determines which local steps are valid
 
 
 class LocalHosts:
@@ -151,7 +151,7 @@ class LocalHosts:
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}  # connections to the other hosts, by host index
-        self.newest: WholeStep | None = None  # the newest local step, unless the directory has a newer step
+        self.newest: WholeStep | None = None  # the newest local step; None if the directory has a newer one
         self._run = run
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
@@ -161,7 +161,7 @@ class LocalHosts:
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
         self._elsewhere: dict[int, str] = {}  # on process 0, why steps that may belong to another run are not used
-        self.unused: dict[int, str] = {}  # for each step that is not used, the reason, such as missing files
+        self.unused: dict[int, str] = {}  # maps each unused step to the reason, such as missing files
         self.program: _Program
         try:
             self._open(options)
@@ -236,11 +236,11 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copied directory, or a series with another step_prefix, is another run even though its identity is the same.
+        # A copied directory, or a series with another step_prefix, is another run despite having the same identity.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
-    # ---- which step is whole
+    # ---- choosing a complete step
 
     def _check_places(self, name: str | None) -> None:
         """Raise an error if another user of the host could have added or replaced local steps in the folders."""
@@ -263,7 +263,7 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # default, for an entry that is not a step folder
+                files = {entry.name: (where, 0)}  # used if the entry is not a step folder
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
@@ -321,7 +321,7 @@ class LocalHosts:
         }
 
     def _counts(self, folder: str, step: int) -> bool:
-        """Return whether the run's history contains a local step; called on process 0."""
+        """Return whether a local step belongs to the run's history; called on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
         return step > max(self._run.steps(), default=-1)  # a new directory has no recorded history
@@ -353,12 +353,12 @@ class LocalHosts:
         return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
-        """Return one of the ``further`` steps if it is intact; all processes must call this."""
+        """Return one of the ``further`` steps if it is intact; all processes must call this method."""
         self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
-        """Return the chosen step after all hosts have verified their files; if it is damaged, choose another."""
+        """Return the chosen step after all hosts have verified their files; if the step is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
@@ -380,7 +380,7 @@ class LocalHosts:
         self.unused, self.further, self.left = {}, set(), set()  # not cleared: other threads may iterate over them
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Verify this host's files with a checksum in the commit record, or all others, and return the damaged ones."""
+        """Return the damaged files on this host; ``digested`` selects those whose checksum is in the commit record."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
@@ -445,7 +445,7 @@ class LocalHosts:
 
     def make_folder(self, rendezvous: Rendezvous | None) -> None:
         """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
-        # Use the rendezvous of the local save, which does not wait for processes that have left it after a failure.
+        # Use the rendezvous of the local save, because it does not wait for processes that have left after a failure.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:
@@ -485,7 +485,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step, or None if it is unreadable, because another host may have a copy."""
+    """Return the commit record of a local step. If it cannot be read, return None: another host may have a copy."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:

@@ -2,9 +2,9 @@
 
 The files of a local step are distributed over the hosts. In the run's folder, ``<url>/<run>``, each host stores the
 files of its own processes in ``own/<folder>``, and copies of other hosts' files in ``copies/<folder>``. Process 0
-merges the index as in any save, so the index and the commit record are on its host and the hosts that keep copies.
-After all files and copies have been written, process 0 writes the commit record, and older steps are removed. At the
-next start, `local_steps` finds the newest step.
+merges the index as in any save, so the index and the commit record are on its host and on the hosts that keep its
+copies. After all files and copies have been written, process 0 writes the commit record, and older steps are removed.
+At the next start, `local_steps` finds the newest step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SILENCE = 60.0  # minimum time in seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
-    """The recent branches of a run's history. Later versions of the history have larger numbers."""
+    """A numbered version of a run's history, with its recent branches. Later versions have larger numbers."""
 
     number: int
     branches: tuple[LocalBranch, ...]
@@ -55,9 +55,9 @@ class LocalTier(StepPlace):
 
     shown = "the local places of the hosts"
 
-    # The program's thread changes the history on a restore before the first step, and when the step number shows that
-    # the program went back. A save uses the history as of its start, which process 0 stores right before the commit.
-    # Until then, steps of an abandoned branch remain valid.
+    # The program's thread changes the history after a restore before the first step, and when a step number shows that
+    # the program went back. A save uses the history from when it started. Process 0 stores this history right before
+    # the commit, and until then, steps of an abandoned branch remain valid.
 
     def __init__(self, options: Local, run: Run) -> None:
         self.url, self._options = options.url, options
@@ -65,12 +65,12 @@ class LocalTier(StepPlace):
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
         self._previous: int | None = None  # the step from which the interval to the next local save is measured
         self._seen: int | None = None  # the last step that the program reported
-        self._before: int | None = None  # the step reported before ``_seen``, unless the run has since gone back
+        self._before: int | None = None  # the step reported before ``_seen``; None if the run has gone back since
         self._newest = -1  # the highest local step in the history
         # A step restored after the first reported step, perhaps only to inspect it, and whether it was a local step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # error of a save that lost contact with processes; the next save raises it
+        self._lost: Exception | None = None  # error of a save in which a process was lost; the next save raises it
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # number of saves since the last event about saves
@@ -83,7 +83,7 @@ class LocalTier(StepPlace):
         self._saving = self._history, self._history  # histories before and after the commit of a save to the directory
         self._noted = 0  # number of the last stored history
         self._noting = Lock()  # guards the history and the kept steps against concurrent local and directory saves
-        self._saved: frozenset[int] = frozenset()  # local steps saved by this run, which the next launch can read
+        self._saved: frozenset[int] = frozenset()  # local steps that this run has saved and the next launch can read
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -126,7 +126,7 @@ class LocalTier(StepPlace):
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Process a step reported by the program; start a branch if the run went back or saves a step ``again``."""
-        # Whether a local save is due depends on reported steps, which, unlike restores, are equal on all processes.
+        # Base the decision to save locally on reported steps: unlike restores, they are the same on all processes.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -160,7 +160,7 @@ class LocalTier(StepPlace):
         self._steps.borrowed = {**self._steps.borrowed, whole.step: self._hosts.opened(whole)}
 
     def place_of(self, step: int) -> Location:
-        """Return this host's folder of a kept step."""
+        """Return the folder of a kept step on this host."""
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.step_folder(folder)
 
@@ -186,7 +186,7 @@ class LocalTier(StepPlace):
             self._steps.borrowed = {other: stored for other, stored in self._steps.borrowed.items() if other < step}
             before, last = self._history, self._seen
             self._see(step, again=True)
-            # If a step is saved again, the local step remains valid until the commit of its replacement.
+            # If a step is saved again, the local step remains valid until its replacement is committed.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
             self.note(self._saving[0])
@@ -205,7 +205,7 @@ class LocalTier(StepPlace):
             self._forget_found()
 
     def note(self, history: LocalHistory) -> None:
-        """Store a history right before a commit, which invalidates all local steps outside it; called on process 0."""
+        """Store a history, which invalidates all local steps outside of it; called on process 0 before each commit."""
         with self._noting:
             if history.number >= self._noted:  # equal if the same history is stored again after a fetch from the mirror
                 self._steps.note_branches(history.branches)
@@ -269,7 +269,7 @@ class LocalTier(StepPlace):
             leave_save(self._begin(step), error)
 
     def _begin(self, step: int) -> Rendezvous | None:
-        """Count a save before any operation that may fail, so that all processes have the same count."""
+        """Count a save. Do this before any operation that may fail, so that all processes have the same count."""
         self._previous = self._newest = step
         self._sequence += 1
         self._forget_found()  # older local steps are removed from now on
@@ -279,12 +279,12 @@ class LocalTier(StepPlace):
         """Create the run's folder on all hosts at the first save; return False if a process cannot create it."""
         lost, self._lost = self._lost, None
         if lost is not None:
-            raise lost  # otherwise, this save would wait for the same timeout again
+            raise lost  # otherwise, this save would run into the same timeout again
         if self._hosts.space is None:
             try:
                 self._hosts.make_folder(rendezvous)
             except (StorageError, PeerFailedError) as error:
-                if missed_a_process(error):  # the coordination store may be gone
+                if missed_a_process(error):  # the coordination store may be unreachable
                     raise
                 self._failed(step, error)
                 leave_save(rendezvous, error)
@@ -397,7 +397,7 @@ class LocalTier(StepPlace):
         )
 
     def close(self, *, finished: bool) -> None:
-        """Stop serving files; remove local steps if the run finished and its directory has a step at least as new."""
+        """Stop serving files. Remove local steps if the run finished and its directory has a step at least as new."""
         try:
             self.background.join()
         finally:

@@ -50,14 +50,14 @@ class CheckpointManager(ExplainsNames):
     Args:
         directory: The path or URL of the checkpoint directory, which the first save creates.
         checkpointers: A checkpointer for a single item, or a dictionary that maps item names to checkpointers. None
-            saves a single item, a tree, in the background.
+            saves a single item, which must be a tree, in the background.
         options: When to save and which steps to keep.
         metadata: JSON-serializable information about the run, which is stored with the checkpoints.
         clock: The time source.
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
         observer: The run's observer, such as a rehearsal or a trace (``holdfast.observer.Observer``). None uses the
-            process's observer, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started it.
+            process's observer, which is active only under ``holdfast supervise`` and ``holdfast drill``.
 
     Attributes:
         directory: The checkpoint directory.
@@ -67,9 +67,9 @@ class CheckpointManager(ExplainsNames):
         observer: The run's observer.
 
     Raises:
-        CheckpointExistsError: The directory contains no checkpoints of this run, but checkpoints of another library or
-            another ``step_prefix``, next to which the run would start from step 0. A ``read_only`` manager can open the
-            directory and restore Orbax steps.
+        CheckpointExistsError: The directory contains checkpoints of another library or another ``step_prefix``, but
+            none of this run, so the run would start from step 0. A ``read_only`` manager can open the directory and
+            restore Orbax steps.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -134,7 +134,7 @@ class CheckpointManager(ExplainsNames):
     # ---- other storage tiers
 
     def fetch(self, step: int) -> bool:
-        """Make a step that the directory lacks available from the mirror or from host-local storage.
+        """Fetch a missing step from the mirror or from host-local storage.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
@@ -183,7 +183,7 @@ class CheckpointManager(ExplainsNames):
         return max([*islice(here, 1), *self._steps.borrowed], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step includes an item, so that a loop need not collect a large item in vain.
+        """Return whether a save at a step includes an item, so that a loop can avoid collecting a large item in vain.
 
         Args:
             item: The name of the item.
@@ -192,7 +192,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step by ``best_fn`` (None if none has the metric), or the newest step without ``best_fn``."""
+        """Return the best step by ``best_fn``, or the newest step without ``best_fn``; None if no step qualifies."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -211,7 +211,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics of a step in the form in which they were passed, or None if it has no metrics.
+        """Return a step's metrics in the form in which they were passed, or None if there are none.
 
         Args:
             step: The step.
@@ -225,7 +225,7 @@ class CheckpointManager(ExplainsNames):
         return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
-        """Return the ``custom_metadata`` with which a step was saved, or None.
+        """Return the ``custom_metadata`` that was saved with a step, or None.
 
         Args:
             step: The step.
@@ -254,7 +254,7 @@ class CheckpointManager(ExplainsNames):
         return self._restorer.structure(chosen)
 
     def reload(self) -> None:
-        """Reread the directory to see changes by other processes, after waiting for a save in progress."""
+        """Wait for a save in progress, and then reread the directory to see changes by other processes."""
         self._background.join()
         self._steps.reload(forget=True)
 
@@ -291,9 +291,9 @@ class CheckpointManager(ExplainsNames):
         Args:
             step: The step; None for the newest intact step.
             items: A template, or if the manager has several items, a dictionary of templates for the items to restore;
-                None restores all items. Items of ``item_intervals`` that the step lacks are omitted with a warning, and
-                can be restored separately: ``restore(manager.latest_step("replay"), {"replay": None})``. Without a
-                template, arrays are numpy arrays, or torch tensors if the program has imported torch.
+                None restores all items. Items in ``item_intervals`` that are missing from the step are skipped with a
+                warning; restore them separately: ``restore(manager.latest_step("replay"), {"replay": None})``. Without
+                a template, arrays are numpy arrays, or torch tensors if the program has imported torch.
             restore_kwargs: Additional arguments for the handler, or a dictionary of such arguments by item.
 
         Returns:
@@ -317,7 +317,7 @@ class CheckpointManager(ExplainsNames):
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Restore the newest intact step.
 
-        Each damaged step is skipped with a warning, whereas a template that does not match raises an error immediately.
+        Damaged steps are skipped with a warning, but a template that does not match raises an error immediately.
 
         Args:
             items: As for :meth:`restore`.
@@ -338,9 +338,9 @@ class CheckpointManager(ExplainsNames):
         return None if whole is None else self._restorer.resume(whole, began)
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
-        """Preview the step that a restore would read, for programs that depend on the step from which they resume.
+        """Preview the step that a restore would read, for programs whose setup depends on the step they resume from.
 
-        Only the requested items are read, so a restore may skip the returned step because its other items are damaged.
+        Only the requested items are read, so a restore may still skip this step if its other items are damaged.
         The call does not count as a restore.
 
         Args:
@@ -378,7 +378,7 @@ class CheckpointManager(ExplainsNames):
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and why.
 
-        The first step passed to this method is the start of the run. After a failed save, the next step is due.
+        The first step passed to this method counts as the start of the run. After a failed save, the next step is due.
 
         Args:
             step: The number of completed optimizer updates.
@@ -408,9 +408,9 @@ class CheckpointManager(ExplainsNames):
             step: The number of completed optimizer updates, 0 or more.
             items: The item, or a dictionary of items if the manager has several. Items of ``item_intervals`` are saved
                 if they are due, and may be omitted.
-            metrics: Numbers that are stored with the checkpoint and used to rank it, as a dictionary or another
-                container, which may contain dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to
-                4096 numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
+            metrics: Numbers that are stored with the checkpoint and used to rank it, in a dictionary or another
+                container. Containers may be nested: dictionaries, lists, tuples, namedtuples, dataclasses and arrays of
+                up to 4096 numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
             custom_metadata: JSON-serializable information about this step; see :meth:`custom_metadata`.
             force: Save even if no save is due, and atomically replace a checkpoint of the same step. After
                 :meth:`restore` of an older step, later steps are replaced even without ``force``.
@@ -515,7 +515,7 @@ class CheckpointManager(ExplainsNames):
         self._pin(step, False)
 
     def _pin(self, step: int, pinned: bool) -> None:
-        with self._saves.apart_from_save_of(step):  # a save that replaces the step commits a new record
+        with self._saves.apart_from_save_of(step):  # a save that replaces the step would commit a new record
             self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
@@ -536,14 +536,14 @@ class CheckpointManager(ExplainsNames):
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all steps after a given step, including pinned and damaged ones, to return to it permanently.
+        """Delete all steps after a given step, including pinned and damaged ones, to return to this step permanently.
 
         ::
 
             state = manager.restore(1200, template)
             manager.delete_after(1200)  # otherwise, retention and the next resume treat later steps as the newest
 
-        Steps are deleted from the last one down, so that an interrupted call leaves no gaps.
+        Steps are deleted starting with the last one, so that an interrupted call leaves no gaps.
 
         Args:
             step: The step to return to.
@@ -556,7 +556,7 @@ class CheckpointManager(ExplainsNames):
         self._background.join()
         self._run.wait_for_places()
         self.acquire()
-        self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of the later steps
+        self.processes.barrier(f"before delete after {step}")  # other processes may still be restoring a later step
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
@@ -650,7 +650,7 @@ def on_commit(manager: CheckpointManager, listener: Callable[[Location, Checkpoi
 
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
-    """Return this host's folder of a step and its commit record, or None if the step is missing or damaged."""
+    """Return the folder of a step on this host and its commit record, or None if the step is missing or damaged."""
     borrowed = manager._steps.borrowed.get(step)
     if borrowed is not None and manager._local is not None:
         return manager._local.place_of(step), borrowed[1]

@@ -111,7 +111,7 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics in the form in which the program passed them, which may not be a dictionary."""
+    """Return metrics in the form that the program passed, which need not be a dictionary."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 
@@ -136,7 +136,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
         for key, inner in fields.items():
             try:
                 entries[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
-            except (OptionError, RuntimeError) as error:  # for example, the computation of an array failed
+            except (OptionError, RuntimeError) as error:  # for example because the computation of an array failed
                 if omitted is None:
                     raise
                 omitted(f"{path}/{key}" if path else str(key), error)
@@ -154,7 +154,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries of a container, with indices as the keys for lists and arrays."""
+    """Return the entries of a container; for lists and arrays, the keys are the indices."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
         fields = {str(index): inner for index, inner in enumerate(value)}
@@ -176,7 +176,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 class MetricWatch:
-    """Warns once if steps lack the metric that ranks checkpoints, whose name is then probably misspelled."""
+    """Warns once if steps lack the metric that ranks checkpoints, probably because its name is misspelled."""
 
     def __init__(self, metric: Metric, where: str) -> None:
         self._metric = metric
@@ -185,7 +185,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has been reported, or the warning logged
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check the metrics of a step without device transfers; ``saved`` are the metric's values at saved steps."""
+        """Check a step's metrics without device transfers; ``saved`` contains the ranking metric's saved values."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the metric's name if it is not a number (otherwise None), and its value (``_ABSENT`` if missing)."""
+    """Return the name of the metric, or None if it is a number, and its value (``_ABSENT`` if it is missing)."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

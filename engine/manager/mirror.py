@@ -48,8 +48,8 @@ _logger = logging.getLogger("holdfast")
 
 FIRST_PAUSE = 1.0  # seconds before the first retry after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
-DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
-_FETCH = 86400.0  # seconds for which the other processes wait while process 0 fetches a step
+DELETION_WAIT = 30.0  # maximum time in seconds to wait until the mirror has applied an explicit deletion
+_FETCH = 86400.0  # maximum time in seconds that other processes wait while process 0 fetches a step
 _NICE = 10
 _LOOK = 0.2  # seconds between checks of whether the copy can still finish in time
 _MARGIN = 1.2  # safety factor for the copy time predicted from the measured rate
@@ -77,7 +77,7 @@ class MirrorStatus:
 
 
 class _Phase(Enum):
-    """The phases of mirroring, from the start of the thread."""
+    """The phases of mirroring, in order, beginning when the thread starts."""
 
     FOLLOWING = auto()  # steps are copied when they are due
     FINISHING = auto()  # the run is ending, so its newest step is copied even if it is not due
@@ -127,7 +127,7 @@ class RunMirror(StepPlace):
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._writes = False  # whether this run owns or is acquiring the mirror, which only the thread may then reread
+        self._writes = False  # whether this run owns or is acquiring the mirror; if so, only the thread may reread it
         self._looking = Lock(reentrant=True)  # prevents another thread's stale listing from undoing a deletion
         self._thread: Helper | None = None
         self._wake = threading.Condition()  # guards the attributes below
@@ -420,7 +420,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete explicitly deleted steps from the mirror, last one first, unless the run has saved them again."""
+        """Delete the steps with tombstones from the mirror, last one first, unless the run has saved them again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -507,7 +507,7 @@ class RunMirror(StepPlace):
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:  # one of the two has no run identity, so compare the steps that both have
+        else:  # one side has no run identity, so compare the steps that both sides have
             common = [step for step in far.steps() if step in self._run]
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -549,7 +549,7 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the record of the step saved last by this run, or else of the newest step in its directory."""
+        """Return the record of the step that this run saved last, or else of the newest step in its directory."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 

@@ -1,8 +1,8 @@
 """Declarations of the options of checkpoint managers.
 
-:class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/``
-and the ``checkpoint:`` section of recipes. The public classes spell out their signatures and docstrings, which tests
-compare with the declarations. The ``metadata`` of a field contains its smallest and largest allowed values.
+:class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/`` and
+the ``checkpoint:`` section of recipes. The public classes repeat the signatures and docstrings, and tests compare these
+with the declarations. The ``metadata`` of a field contains its smallest and largest allowed values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The ownership of a directory, which allows a run to write to it, and the identity of the run.
+"""The ownership that allows a run to write to a directory, and the identity of the run.
 
 A second run is refused, but within one process, a newer manager takes over from an older one. On a file system, the
 owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), a
 new owner writes its token, and the previous owner detects this before it commits.
 
-A run's directory and its mirror share the run's identity, which ``options.json`` stores with the retention rules.
-When a run acquires a directory without an identity, the run assigns one.
+The identity of a run is stored in ``options.json``, together with the retention rules, and is the same in the run's
+directory and its mirror. If a directory has no identity, the run that acquires the directory assigns one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Ownership:
         self._process: int | None = None  # PID of the owner; recorded because a forked child does not own the directory
         self._lost = False
         self._size: int | None = None  # size in bytes of the owner file that this object has written
-        # A location can be the key in an object store, because different URLs of the same folder have equal locations.
+        # In an object store, the location itself is the key, because different URLs of a folder have equal locations.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
     @property
@@ -213,11 +213,11 @@ OPTIONS = "options.json"  # file with the retention options and the identity of 
 
 
 class Tombstone(NamedTuple):
-    """Marks a step, or all later steps, as deleted for other storage tiers, until the step is saved again."""
+    """Marks a step or all later ones as deleted; storage tiers must not restore them unless they are saved again."""
 
     step: int
     later: bool = False  # whether the tombstone covers all steps after ``step`` instead
-    time: float | None = None  # only covers records saved until this time (seconds since the epoch); None covers all
+    time: float | None = None  # covers only records saved up to this time (seconds since the epoch); None covers all
     fingerprint: str | None = None  # fingerprint of the step's record at that time
 
     def covers(self, step: int, record: CheckpointRecord | None) -> bool:
@@ -245,7 +245,7 @@ class Tombstones(frozenset[Tombstone]):
 
 
 class LocalBranch(NamedTuple):
-    """A branch of a run's history, which contains the local saves of one attempt of the program after a step."""
+    """A branch of a run's history: the local saves that one attempt of the program has made after a step."""
 
     attempt: str  # random text that identifies the attempt
     sequence: int  # the sequence number of the last local save before the branch
@@ -265,7 +265,7 @@ class RunIdentity:
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by step series
     local: str | None = None  # in the run's directory: the path of the local steps on its hosts
-    # For each series, the recent branches of the history up to the newest step. Local steps outside it are invalid.
+    # For each series, the recent branches of the history up to the newest step. All other local steps are invalid.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:

@@ -1,4 +1,4 @@
-"""Transfer files between the hosts of a program, each of which serves a folder and stores files sent by other hosts.
+"""Transfer files between the hosts of a program. Each host serves a folder, and stores files sent by other hosts.
 
 A server listens on its host's address. Every message is a frame: the lengths of its JSON head and its body, the crc32c
 of both, and then the head and the body themselves. The server checks lengths before it allocates memory, requires the

@@ -26,11 +26,11 @@ class StepPlace:
 
     @property
     def unused(self) -> Mapping[int, str]:
-        """Maps each unused step to the reason, for example that it is damaged or may belong to another run."""
+        """Maps each unused step to the reason, for example that the step is damaged or may belong to another run."""
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """React when the run reaches a point in its work on the given step."""
+        """Respond when the run reaches a point in its work on the given step."""
 
     def newer_steps(self) -> Collection[int]:
         """Return the steps that are newer than all steps in the directory, newest first."""

@@ -53,7 +53,7 @@ class Peek:
             ``holdfast.graph`` checkpoint, its numbers and strings by path.
         metrics: The metrics stored with the checkpoint, or None.
         metadata: The metadata of the run that is stored with its checkpoints, or None.
-        custom_metadata: The ``custom_metadata`` with which the step was saved, or None.
+        custom_metadata: The ``custom_metadata`` that was saved with the step, or None.
     """
 
     step: int | None
@@ -77,7 +77,7 @@ ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items,
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Restores steps, and informs the manager's other components about the step from which the run resumes."""
+    """Restores steps, and informs the manager's other components which step the run resumes from."""
 
     run: Run
     items: ItemSet
@@ -159,7 +159,7 @@ class StepRestorer:
                 replaced.add(step)
                 steps.insert(0, (step, True))
                 continue
-            if damage.deleted:  # by the run that writes to this directory and has newer steps
+            if damage.deleted:  # the run that writes to this directory has deleted it and saved newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps
@@ -236,7 +236,7 @@ class StepRestorer:
             self.run.steps.mark_damaged(step, damage.reason, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
-        """Fetch a step if only another storage tier may have it; if so, all processes must call this."""
+        """Fetch a step if only another storage tier may have it. In that case, all processes must call this method."""
         if any(place.may_have(step) for place in self.run.places):
             self.run.fetch_missing(step)
 
@@ -288,7 +288,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
-        """Read a step on all processes in the block, and then report the first damage that any of them found."""
+        """Let the block read a step on all processes, and then report the first damage that any process has found."""
         damage = broken = None
         damages: list[_Damage] = []
         with self._shared_reads(together=True) as shared:

@@ -1,4 +1,4 @@
-"""Retention rules, which are pure functions that return the steps to keep, with reasons.
+"""Retention rules: pure functions that return the steps to keep and the reasons.
 
 A step is kept if any rule keeps it. Rules depend only on the list of steps, so they keep the same steps after a
 restart. "Newest" always means the highest step rather than the latest time, because clocks differ and may jump.
@@ -29,8 +29,8 @@ class StepInfo:
     """A committed checkpoint, as passed to a :class:`KeepPolicy`.
 
     Attributes:
-        step: The number of optimizer updates in the checkpoint.
-        time: The time of the commit in seconds since 1970-01-01 UTC, by the clock of the machine that saved it.
+        step: The number of optimizer updates completed when the checkpoint was saved.
+        time: The time of the commit in seconds since 1970-01-01 UTC, according to the saving machine's clock.
         metrics: The metrics stored with the checkpoint, or None.
         pinned: Whether the checkpoint is kept even if no policy keeps it.
         items: The names of the items in the checkpoint.
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, preferring newer ones, and the newest others if too few have it."""
+    """Keeps the ``n`` best steps by a metric; newer steps win ties. If too few have it, keeps the newest others."""
 
     n: int
     metric: Metric
@@ -130,7 +130,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepItem:
-    """Keeps the newest step with a given item, which other steps may lack."""
+    """Keeps the newest step that has a given item; other steps may lack the item."""
 
     item: str
 
@@ -183,7 +183,7 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step with an item before a given step, or None. ``steps`` must be in ascending order."""
+    """Return the newest step below ``before`` that has an item, or None. ``steps`` must be in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 

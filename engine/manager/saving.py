@@ -108,14 +108,14 @@ class SaveQueue:
                 _logger.warning(text, step, decision.reason)
             return False
         self.run.acquire()
-        if self.run.steps.is_stray(step) and (reason is not None or not force):  # save(force=True) raises instead
+        if self.run.steps.is_stray(step) and (reason is not None or not force):  # save(force=True) raises an error
             return False
         if force:
             self.run.observer.reached("step", step)  # decide() may not have been called for this step
         with self.run.idle(self.run.background):
             self.run.check_writable()
             if self.run.background.has_missed_a_process and (lost := self.run.background.take_error()) is not None:
-                self.run.processes.fail("save", lost)  # otherwise, this save would wait for the same timeout
+                self.run.processes.fail("save", lost)  # otherwise, this save would run into the same timeout
                 raise lost
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self.run.processes.rendezvous("save")
@@ -230,7 +230,7 @@ class SaveQueue:
         if failed:
             self.run.observer.reached("save_failed", pending.step)
 
-    # ---- changes of what was saved
+    # ---- changes to saved steps
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.note_metrics(step, metrics)
@@ -251,7 +251,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step, and return them, or None if the save in progress will store them."""
+        """Add metrics to a step and return them; return None if the save in progress will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
