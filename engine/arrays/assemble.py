@@ -18,7 +18,7 @@ from ..pytree import Box, whole
 from ..storage import aligned_empty
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, Integers, checksum_after
 from .extents import FOREIGN, ChunkTable, ThreadBuffer
-from .plan import ArraySpec
+from .grid import ArraySpec
 
 # Bytes; smaller arrays are copied out of the read buffer, because a view would keep the whole buffer alive.
 COPY = 256 << 10

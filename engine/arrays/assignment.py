@@ -23,7 +23,8 @@ from ..errors import UnsupportedLeafError
 from ..pytree import Part, format_path, whole
 from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
-from .plan import ArraySpec, Catalog, ChunkIds
+from .grid import ArraySpec
+from .plan import Catalog, ChunkIds
 
 _BY_PROCESS_0 = 16 << 20  # maximum total size in bytes of the unsharded tensors that process 0 writes alone
 _ROUNDS = 8  # maximum number of iterations to balance the loads of overlapping groups

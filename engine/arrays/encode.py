@@ -21,7 +21,8 @@ from ..format import ContentDigest, checksums_of, compress_chunks, content_diges
 from ..pytree import Box, CastProblem, Piece, cast_checked, format_path
 from ..storage import CORES, Segment, parallel_map, round_up
 from .digests import CHECKSUM_BYTES, Bytes, Integers, checksum_after
-from .plan import ArraySpec, Layout, PlannedSegment, batches
+from .grid import ArraySpec
+from .plan import Layout, PlannedSegment, batches
 
 _STEP = 1 << 20  # bytes of small chunks to join into one piece
 _PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from ..errors import OptionError, UnsupportedLeafError
 from ..foreign_arguments import explains_arguments
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
-from ..pytree import ArrayLeaf, Box, Part, ValueLeaf, format_path
+from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
+from .grid import ArraySpec
 
 T = TypeVar("T")
 
@@ -140,41 +141,6 @@ def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[i
     starts, ends = (np.array(corners, np.int64) for corners in zip(*boxes, strict=True))
     inside = np.where(ends < np.array(shape), ends, 0)
     return tuple(np.gcd.reduce(np.concatenate((starts, inside)), axis=0).tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """The chunk grid of an array."""
-
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    itemsize: int
-    grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis; 0 along an empty axis
-    chunks: int = field(init=False)  # number of chunks
-    chunk_nbytes: int = field(init=False)  # size of a full chunk in bytes, without its checksum
-    nbytes: int = field(init=False)  # size of all chunks in bytes, as if each were full
-    contiguous: bool = field(init=False)  # whether every chunk is contiguous in the array's C order
-
-    def __post_init__(self) -> None:
-        grid = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
-        object.__setattr__(self, "grid", grid)
-        object.__setattr__(self, "chunks", math.prod(grid))
-        object.__setattr__(self, "chunk_nbytes", math.prod(self.chunk_shape) * self.itemsize)
-        object.__setattr__(self, "nbytes", self.chunks * self.chunk_nbytes)
-        cut = next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), len(grid))
-        object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
-
-    def chunk_box(self, number: int, *, full: bool = False) -> Box:
-        """Return the box of a chunk, clipped to the array's shape unless ``full`` is set."""
-        position = np.unravel_index(number, self.grid) if self.grid else ()
-        start = tuple([int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)])
-        box = Box.at(start, self.chunk_shape)
-        return box if full else Box(start, tuple(map(min, box.stop, self.shape)))
-
-    def cells(self, box: Box) -> tuple[slice, ...]:
-        """Return the slices of the chunk grid that overlap a box."""
-        bounds = zip(box.start, box.stop, self.chunk_shape, strict=True)
-        return tuple([slice(low // size, -(-high // size)) for low, high, size in bounds])
 
 
 # ---- the arrays of a tree

@@ -27,7 +27,7 @@ from ..pytree import Box, Part, whole
 from ..storage import aligned_empty, round_up
 from .assignment import ArrayClass, ChunkAssignment, ReplicaGroups
 from .digests import Bytes, Integers
-from .plan import ArraySpec
+from .grid import ArraySpec
 from .source import SavedLeaf, TreeSource
 
 T = TypeVar("T")

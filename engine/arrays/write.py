@@ -26,7 +26,8 @@ from .assignment import write_assignment
 from .digests import INDEX, MANIFEST, TREE, TREE_KIND, Integers
 from .encode import ChunkToCompress, Sources, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments
-from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
+from .grid import ArraySpec
+from .plan import Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 

@@ -19,17 +19,7 @@ from typing import Any, NamedTuple
 from ...engine.errors import StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
-from ...engine.pytree import (
-    Sampler,
-    Samples,
-    Ways,
-    flatten,
-    is_jax_array,
-    is_plain,
-    is_torch_tensor,
-    loaded,
-    unwrapped_name,
-)
+from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
@@ -235,7 +225,8 @@ def cause_in_state(seen: Seen | None) -> str:
 def cause_in_sums() -> str:
     """Return why gradient sums over processes may differ at the first step after a start, or an empty string."""
     torch: Any = loaded("torch")
-    if torch is None or not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 2):
+    is_joint = torch and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_joint or torch.distributed.get_world_size() <= 2:
         return ""
     models = _live(torch.nn.parallel.DistributedDataParallel)
     return _REDUCED if any(each.static_graph or not each.find_unused_parameters for each in models) else ""
@@ -245,7 +236,7 @@ def shardings_of(root: Any) -> dict[str, tuple[Any, int]]:
     """Return the sharding and number of axes of each jax array that the witness samples in a state, by name."""
     ways = Ways(root, _SAMPLED)
     leaves = zip(ways.names, ways.follow(root), strict=True)
-    return {name: (leaf.sharding, leaf.ndim) for name, leaf in leaves if is_jax_array(leaf)}
+    return {name: (leaf.sharding, leaf.ndim) for name, leaf in leaves if hasattr(leaf, "sharding")}
 
 
 def cause_in_shardings(before: Mapping[str, tuple[Any, int]], root: Any) -> str:

@@ -524,7 +524,7 @@ def test_completion_is_installed_once(
     if startup is not None:
         (tmp_path / startup).write_text("alias ll='ls -l'")
     for _ in range(2):
-        assert output_of(capfd, "--install-completion").startswith(f"{tmp_path / script}: {shell} completes ")
+        assert output_of(capfd, "--install-completion").startswith(f"{tmp_path / script}: {shell} will complete ")
 
     assert "_HOLDFAST_COMPLETE" in (tmp_path / script).read_text()
     assert output_of(capfd, "--show-completion").strip() == (tmp_path / script).read_text().strip()

@@ -223,5 +223,5 @@ def test_ctrl_c_ends_the_wait(az: Store, url: str) -> None:
 def test_orbax_is_told_to_copy(az: Store) -> None:
     from holdfast.integrations.formats.orbax.arrays import directory_spec
 
-    with pytest.raises(hf.errors.InvalidLocationError, match="does not reach az://; use a disk"):
+    with pytest.raises(hf.errors.InvalidLocationError, match="does not support az://; use a disk"):
         directory_spec(as_location(f"{az.url}/orbax"))
