@@ -305,5 +305,5 @@ def test_a_file_that_is_listed_and_cannot_be_removed(
         raise FileNotFoundError(errno.ENOENT, "no such file", path)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    with pytest.raises(StorageError, match=r"folder: the file system lists it, but reported 100 times that it does not exist"):
+    with pytest.raises(StorageError, match=r"folder: .* reported 100 times that it does not exist"):
         (folder / "folder").remove_tree(first="file")
