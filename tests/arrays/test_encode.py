@@ -19,14 +19,8 @@ import holdfast as hf
 from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, segment_parts, write_compressed
-from holdfast.engine.arrays.plan import (
-    ArraySpec,
-    Layout,
-    PlannedFile,
-    PlannedSegment,
-    chunk_shape,
-    plan_files,
-)
+from holdfast.engine.arrays.grid import ArraySpec
+from holdfast.engine.arrays.plan import Layout, PlannedFile, PlannedSegment, chunk_shape, plan_files
 from holdfast.engine.format import crc32c, decompress
 from holdfast.engine.pytree import Piece
 from holdfast.engine.storage import PAGE, Segment

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.engine.arrays.assignment import replica_groups, write_assignment
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT
-from holdfast.engine.arrays.plan import (
-    ArraySpec,
-    Catalog,
-    PlannedFile,
-    chunk_shape,
-    chunk_table,
-    common_cuts,
-    plan_files,
-)
+from holdfast.engine.arrays.grid import ArraySpec
+from holdfast.engine.arrays.plan import Catalog, PlannedFile, chunk_shape, chunk_table, common_cuts, plan_files
 from holdfast.engine.pytree import ArrayLeaf, Part
 from holdfast.engine.storage import PAGE
 
