@@ -32,6 +32,7 @@ from ..format import (
     encode_names,
     metadata_keys,
 )
+from ..progress import NULL
 from ..storage import PAGE, DataReader, Location, is_unreadable, parallel_map
 from .assemble import Assembly
 from .digests import INDEX, MANIFEST, Bytes, FileCheck, Integers, is_missing, read_checked, required
@@ -179,7 +180,7 @@ class ArrayDatabase:
         return DamagedCheckpointError(f"{file}: the index names this file, and the commit record does not")
 
     def read(
-        self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] | None = None
+        self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = NULL.advance
     ) -> list[Problem]:
         """Read the chunks that an assembly needs; return the problems found."""
         problems: list[Problem] = []
@@ -202,8 +203,7 @@ class ArrayDatabase:
             rows = range(extent.first, extent.stop)
             for row, problem in assembly.accept_many(chunks, rows, extent.offset, data, extent.kept):
                 failed(chunks, row, problem)
-            if advance is not None:
-                advance(len(data))
+            advance(len(data))
 
         def memory_for(row: int) -> Bytes | None:
             return assembly.memory_for(int(chunks.arrays[row]), int(chunks.numbers[row]), int(chunks.lengths[row]))

@@ -189,7 +189,7 @@ class Catalog:
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts), is_tensor)
             if key not in ids:
                 ids[key] = len(self.distinct)
-                self.distinct.append(_encoding(name, leaf, limit, level))
+                self.distinct.append(_encoding(name, leaf, limit, level, is_tensor))
             arrays.append(name)
             positions.append(position)
             encoding_ids.append(ids[key])
@@ -234,7 +234,7 @@ class Catalog:
         return lines + [f"{name}\t{values.get(name, 'a value')}" for name in sorted(self._values)]
 
 
-def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> ArrayEncoding:
+def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None, is_tensor: bool) -> ArrayEncoding:
     stored = storage_dtype(leaf.dtype)
     shape, parts = leaf.shape, leaf.parts
     if stored.extra is not None:
@@ -257,7 +257,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
         text += f", divided into {len(parts)} parts ({digest})"
     facts = {} if stored.extra is None and leaf.dtype.isnative else {"dtype": dtype}
     metadata = encode_array_metadata(shape, stored.data_type, chunks, level)
-    return ArrayEncoding(spec, stored, metadata, level, facts, parts, leaf.details["kind"] == "torch", text)
+    return ArrayEncoding(spec, stored, metadata, level, facts, parts, is_tensor, text)
 
 
 # ---- data files

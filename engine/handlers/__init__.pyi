@@ -2,7 +2,6 @@ from .args import ArrayRestoreArgs as ArrayRestoreArgs
 from .args import RestoreArgs as RestoreArgs
 from .args import SaveArgs as SaveArgs
 from .args import broadcast_prefix as broadcast_prefix
-from .base import INTERNAL as INTERNAL
 from .base import AsyncCheckpointHandler as AsyncCheckpointHandler
 from .base import CheckpointHandler as CheckpointHandler
 from .base import Files as Files
@@ -12,6 +11,7 @@ from .base import PreparedItem as PreparedItem
 from .base import SaveFuture as SaveFuture
 from .base import finish as finish
 from .base import has_structure as has_structure
+from .base import refuse_arguments as refuse_arguments
 from .base import run_coroutine as run_coroutine
 from .base import write_archive as write_archive
 from .per_process import PerProcessCheckpointHandler as PerProcessCheckpointHandler

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..arrays import Layout, make_durable, open_folder, read_checked, write_file
@@ -27,7 +27,7 @@ Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to i
 SMALL_ITEM = 256 << 10
 
 # Arguments that only the engine may pass to handlers, not the callers of a checkpointer.
-INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
+_INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
 class SaveFuture(Protocol):
@@ -287,6 +287,11 @@ def has_structure(handler: CheckpointHandler) -> bool:
     return type(handler).structure is not CheckpointHandler.structure
 
 
+def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
+    """Raise UnknownArgumentError for arguments that a handler's method does not accept."""
+    refuse_unknown(type(handler).__name__, kwargs, method, _INTERNAL)
+
+
 # ---- JSON documents as items
 
 
@@ -307,7 +312,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Prepare an item to be written; raise UnsupportedLeafError if it cannot be represented as JSON."""
-        refuse_unknown(type(self).__name__, kwargs, self.prepare, INTERNAL)
+        refuse_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})
         except (TypeError, ValueError) as error:
@@ -318,7 +323,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Restore the item; the argument ``item`` is ignored."""
-        refuse_unknown(type(self).__name__, kwargs, self.restore, INTERNAL)
+        refuse_arguments(self, kwargs, self.restore)
         directory, files = open_folder(directory, files)
         file = directory / self._filename
         content = read_checked(file, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)

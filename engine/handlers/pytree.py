@@ -46,7 +46,7 @@ from ..pytree import (
 )
 from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast, leaf_request
-from .base import INTERNAL, Files, PreparedCheckpointHandler, PreparedFiles, PreparedItem
+from .base import Files, PreparedCheckpointHandler, PreparedFiles, PreparedItem, refuse_arguments
 from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             UnsupportedLeafError: A leaf cannot be saved; the error names every such leaf.
             OptionError: ``save_args`` does not match the tree.
         """
-        refuse_unknown(type(self).__name__, kwargs, self.prepare, INTERNAL)
+        refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
         self._snapshots += snapshot
         if snapshot and self._snapshots.bit_count() == 1 and not self._has_warned and loaded("jax") is not None:
@@ -259,7 +259,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             OptionError: ``transforms`` is given without a template or with ``select``, ``restore_args`` does not match
                 the tree, or a leaf requires a type handler that is not registered.
         """
-        refuse_unknown(type(self).__name__, kwargs, self.restore, INTERNAL)
+        refuse_arguments(self, kwargs, self.restore)
         # Imported lazily because saving does not require the reading code.
         from ..arrays import TreeReader, load_entries, load_transformed_tree, load_tree, with_optimizer_states
 

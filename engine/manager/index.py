@@ -197,14 +197,12 @@ class StepIndex:
 
     def left_behind(self) -> frozenset[int]:
         """Return the steps that the run abandoned when it resumed from an earlier step."""
-        infos, left = self._left
-        if infos is not self.infos():  # computed only once per list of steps, because `latest_step` needs it
-            infos = self.infos()
+        infos = self.infos()
+        if self._left[0] is not infos:  # computed only once per list of steps, because `latest_step` needs it
             records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
             marks = left_behind(records.values())
-            left = frozenset(step for step, record in records.items() if was_left(step, record, marks))
-            self._left = infos, left
-        return left
+            self._left = infos, frozenset(step for step, record in records.items() if was_left(step, record, marks))
+        return self._left[1]
 
     def steps_after(self, step: int) -> list[int]:
         return [later for later in self.steps() if later > step]

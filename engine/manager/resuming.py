@@ -138,7 +138,6 @@ class StepRestorer:
                 continue
             if peeks and not items:
                 return step, {}, damaged
-            values = None
             with self._read_by_all(step) as (shared, damages):
                 values = self._read(step, items, kwargs, shared)
             if not damages:

@@ -8,9 +8,8 @@ from typing import Any
 
 from ...engine.arrays import Layout, WrittenSteps, read_checked
 from ...engine.errors import OptionError
-from ...engine.foreign_arguments import refuse_unknown
 from ...engine.format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord
-from ...engine.handlers import INTERNAL, Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
+from ...engine.handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, refuse_arguments
 from ...engine.pytree import Patterns
 from ...engine.sources import Misfits
 from ...engine.steps import read_record
@@ -92,7 +91,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         Raises:
             UnsupportedLeafError: A state cannot be saved; the message names the value.
         """
-        refuse_unknown(type(self).__name__, kwargs, self.prepare, INTERNAL)
+        refuse_arguments(self, kwargs, self.prepare)
         layout, handlers = layout or self.layout, self._handlers if snapshot else None
         return prepare(item, state=state, use_msgpack=self._use_msgpack, layout=layout, handlers=handlers, reuse=reuse)
 
@@ -137,7 +136,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             TreeMismatchError: Program and checkpoint do not match.
             NotAllowedError: The checkpoint names a class or function that is not allowed.
         """
-        refuse_unknown(type(self).__name__, kwargs, self.restore, INTERNAL)
+        refuse_arguments(self, kwargs, self.restore)
         saved = _opened(directory, files)
         if item is not None and not isinstance(item, type):
             if overrides or trust or allowed or renamed:
