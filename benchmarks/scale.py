@@ -367,7 +367,7 @@ def commit_table(results: Sequence[Protocol]) -> str:
 def power(counts: Sequence[int], values: Sequence[float]) -> float:
     """Return the exponent with which values grow, from the smallest number of processes to the largest."""
     (fewest, first), (most, last) = min(zip(counts, values, strict=True)), max(zip(counts, values, strict=True))
-    return math.log(last / first) / math.log(most / fewest)
+    return math.nan if 0 in (first, last) else math.log(last / first) / math.log(most / fewest)
 
 
 def fault_table(found: Sequence[Outcome]) -> str:

@@ -34,7 +34,7 @@ from .storage import Location, append_line
 VERSION = 2
 LIMIT = 64 << 10  # size limit in bytes of a file
 _LEAVES = 128
-_GRADIENTS = 16  # number of gradients to record; a few are enough, because accumulation affects all of them
+_GRADIENTS = 4  # number of gradients to record; a few are enough, because accumulation affects all of them
 _NUMBERS = 768  # number of elements whose values are recorded to measure differences
 _FULL = 32 << 20  # maximum size in bytes of the leaves that are summed in full
 # Metrics whose names contain these words measure the machine, not the run.

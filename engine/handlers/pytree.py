@@ -41,6 +41,7 @@ from ..pytree import (
     escape_key,
     flatten,
     format_path,
+    is_on_several_devices,
     loaded,
     shared_memory,
 )
@@ -106,7 +107,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
         self._last: _LastTree | None = None  # properties of the last tree written
         self._snapshots = 0
-        self._has_warned = False  # True once a warning about differing replicas has been logged
+        self._ignores_replicas = False  # True if the replicas of jax arrays need not be compared any more
 
     @collection_paused()
     def prepare(
@@ -144,8 +145,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
         self._snapshots += snapshot
-        if snapshot and self._snapshots.bit_count() == 1 and not self._has_warned and loaded("jax") is not None:
-            self._has_warned = _warn_of_replicas(flatten(item, self._registry.leaf_types))
+        flat = None
+        if snapshot and self._snapshots.bit_count() == 1 and not self._ignores_replicas and loaded("jax") is not None:
+            flat = flatten(item, self._registry.leaf_types)
+            self._ignores_replicas = _warn_of_replicas(flat)
         # A run saves similar trees, so cache their common properties unless SaveArgs or type handlers are used.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         key, last = (layout, process.index, process.count, fresh), self._last
@@ -155,7 +158,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             if copies is not None:
                 tree = HostTree(last.tree.names, copies, last.tree.outline.structure, last.fresh)
                 return TreeWriter(tree, layout, plan=last.plan, reuse=reuse)
-        flat = flatten(item, self._registry.leaf_types)
+        flat = flat or flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
         if save_args is not None:
             args = broadcast_prefix(save_args, flat.structure, SaveArgs, "save_args")
@@ -369,9 +372,10 @@ def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None
 
 
 def _warn_of_replicas(flat: Flattened) -> bool:
-    """Warn about jax arrays whose replicas differ; return True if there are any."""
+    """Warn about jax arrays whose replicas differ; return True if there are any, or if no array can have replicas."""
+    arrays = {name: value for name, value in zip(flat.names, flat.values, strict=True) if is_on_several_devices(value)}
     try:
-        differing = list(differing_replicas(flat.names, flat.values))
+        differing = list(differing_replicas([*arrays], [*arrays.values()]))
     except RuntimeError:  # for example, because there is no device memory for a copy of a key's data
         _logger.info("the replicas of jax arrays are not compared", exc_info=True)
         return False
@@ -387,7 +391,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
             "give them an axis that is sharded over the devices",
             shortened(shown),
         )
-    return bool(differing)
+    return bool(differing) or not arrays
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:

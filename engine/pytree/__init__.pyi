@@ -21,6 +21,7 @@ from .device_arrays import DeviceArray as DeviceArray
 from .device_arrays import PinnedMemory as PinnedMemory
 from .device_arrays import default_pinned_bytes as default_pinned_bytes
 from .device_replicas import differing_replicas as differing_replicas
+from .device_replicas import is_on_several_devices as is_on_several_devices
 from .document import TreeDocument as TreeDocument
 from .document import from_document as from_document
 from .document import leaves_at as leaves_at

@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 
 from .jax_leaves import is_key, is_tracer
-from .leaves import is_jax_array, jax, loaded
+from .leaves import is_jax_array, jax
 
 _EVEN = 0x3C6EF372  # even, so that the checksum's word weights are odd and any single changed word is detected
 
 
+def is_on_several_devices(value: Any) -> bool:
+    """True for a jax array that can be read and lies on more than one device."""
+    sharding = getattr(value, "sharding", None)
+    if sharding is None or type(sharding) is jax.sharding.SingleDeviceSharding:
+        return False
+    return is_jax_array(value) and not is_tracer(value) and not value.is_deleted() and len(sharding.device_set) > 1
+
+
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Find jax arrays whose replicas differ bitwise between the devices of this process.
+    """Find those of jax arrays on several devices whose replicas differ bitwise between the devices of this process.
 
     Yields the name of each such array, the devices whose replica equals the one that a save writes, and the devices
     whose replica differs. Each device computes a checksum of its replica, and the checksums are compared.
     """
-    if loaded("jax") is None:
-        return
     sums: list[tuple[str, Any]] = []
-    on_one_device = jax.sharding.SingleDeviceSharding
     with jax.transfer_guard("allow"):
         for name, value in zip(names, values, strict=True):
-            sharding = getattr(value, "sharding", None)
-            if sharding is None or type(sharding) is on_one_device or not is_jax_array(value) or is_tracer(value):
-                continue
-            if value.is_deleted() or len(sharding.device_set) == 1:
-                continue
             groups: dict[tuple[Any, ...], list[Any]] = {}
             for shard in (jax.random.key_data(value) if is_key(value) else value).addressable_shards:
                 groups.setdefault(tuple(part.start or 0 for part in shard.index), []).append(shard.data)
