@@ -22,8 +22,8 @@ _EVEN = 0x3C6EF372  # even, so that the checksum's word weights are odd and any 
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Find jax arrays whose replicas differ bitwise between the devices of this process.
 
-    Yields the name of each such array, the devices whose replica equals the one that a save writes, and the devices
-    whose replica differs. Each device computes a checksum of its replica, and the checksums are compared.
+    Yields the name of each such array, the devices that agree with the replica that a save writes, and the devices that
+    differ from it. Each device computes a checksum of its replica, and the checksums are compared.
     """
     if loaded("jax") is None:
         return
