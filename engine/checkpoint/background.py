@@ -38,7 +38,7 @@ class BackgroundSave:
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
         self._current: _UnderWay | None = None  # the save in progress, or a finished save that has not been joined
-        self._changing = Lock()  # guards `_current`, because several threads may save and wait
+        self._changing = Lock()  # guards `_current` against concurrent calls from several threads
         self._error: SaveFailedError | None = None
 
     @property
@@ -55,7 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run ``work`` and then ``ended`` on a new thread; the event passed to ``work`` is set if the program waits."""
+        """Run ``work`` and then ``ended`` on a new thread; ``work`` receives an event that is set if a caller waits."""
 
         def run() -> None:
             # Let the training loop continue first, because this thread may hold the GIL for milliseconds.
@@ -76,7 +76,7 @@ class BackgroundSave:
                 ended(result, failure)
 
         awaited = threading.Event()
-        started = threading.Lock()  # local to this call, because a forked process must not depend on it
+        started = threading.Lock()  # local to this call, so a forked process never waits for it
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
@@ -86,7 +86,7 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # an interrupt, after which the thread may still run, or a failure to start it
+            except BaseException:  # interrupted (the thread may be running), or the thread could not start
                 if not thread.is_alive():
                     _running.discard(self)
                 raise

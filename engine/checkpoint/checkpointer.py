@@ -1,6 +1,6 @@
 """Checkpointers, which atomically save an object to a path, synchronously or in the background, and restore it.
 
-The classes at the end use handlers to read items from checkpoints of holdfast and of other libraries.
+:class:`OwnItems` and :class:`OtherItems` read the items of checkpoints from holdfast and from other libraries.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Checkpointer:
             The report of the save.
 
         Raises:
-            CheckpointExistsError: The path exists, and ``force`` is not set or the path is not a checkpoint.
+            CheckpointExistsError: The path exists, unless it is a checkpoint and ``force`` is set.
             UnsupportedLeafError: The object cannot be saved; nothing was written.
             StorageConflictError: Another save to this path is in progress.
             StorageError: The storage reported an error; no files are left behind.

@@ -88,7 +88,7 @@ def answered(location: Location, content: bytes) -> Iterator[None]:
 
 
 class Phase(Enum):
-    """The progress of a save, which determines which files may be removed if the save is aborted."""
+    """The progress of a save. It determines which files may be removed if the save is aborted."""
 
     PLANNED = auto()  # nothing has been written
     BEGUN = auto()  # the directory may exist, but any marker in it belongs to another save
@@ -119,9 +119,9 @@ class PendingCheckpoint(ABC):
         location: The checkpoint's directory.
         items: The names of the checkpoint's items.
         overwrite: Whether an existing checkpoint may be replaced.
-        owned: Whether the caller owns the directory, and verifies this right before the commit. If so, the marker of
-            another save in an object store belongs to a superseded run, which will not commit.
-        parts: The commit hooks of this kind of checkpoint.
+        owned: Whether the caller owns the directory, and verifies its ownership right before the commit. If so, another
+            save's marker in an object store belongs to a superseded run, which will not commit.
+        parts: The commit hooks for this kind of checkpoint.
         copies: The fingerprint of the original, if this checkpoint is a copy.
 
     Attributes:
@@ -225,7 +225,7 @@ class PendingCheckpoint(ABC):
     def _clear(self) -> None:
         """Remove the remaining files of an aborted save after its folders have been removed."""
 
-    # ---- the steps that are the same for both
+    # ---- the steps that file systems and object stores share
 
     def _read_old(self, names: set[str], *, overwrite: bool) -> None:
         """Read the record of an existing checkpoint, if any; raise CheckpointExistsError if it may not be replaced."""
@@ -273,7 +273,7 @@ class PendingCheckpoint(ABC):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # the marker before this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # marker that predates this save
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -287,7 +287,7 @@ class PendingCheckpoint(ABC):
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:
-        """Return True if the path still belongs to this save. Its marker may be missing or incomplete."""
+        """Return True if the path still belongs to this save, which may have no marker or an incomplete one."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
@@ -295,7 +295,7 @@ class PendingCheckpoint(ABC):
         """Confirm the commit; raise an error if another save takes precedence or files have been removed."""
         is_overtaken = not self._holds_path()
         gives_way = is_overtaken and not self.replaces and self._guard is Guard.MARKER and not self._is_alone
-        # A resumed copy writes a new marker, but a concurrent sweep may already be removing the files that it reuses.
+        # A resumed copy writes a new marker, but a concurrent sweep may already be removing files that the copy reuses.
         is_doubtful = is_overtaken or (self.continues and not self._lock.shows_life)
         if is_doubtful and (gives_way or not self._is_intact(record)):
             raise self._lock.conflict()
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if all files of this save exist and are not being deleted by a run that missed the record."""
+        """Return True if all files of this save exist and no run that has not seen the record is deleting them."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -359,7 +359,7 @@ class PendingCheckpoint(ABC):
             return False
 
     def _tidy(self, record: CheckpointRecord) -> None:
-        """Remove the files that the committed checkpoint does not need, and the marker last."""
+        """Remove the files that the committed checkpoint does not need; remove the marker last."""
         is_overtaken = self._phase is Phase.OVERTAKEN
         if is_overtaken and not self._is_alone:  # the other save replaces this one or fails when it finds this record
             return
@@ -374,7 +374,7 @@ class PendingCheckpoint(ABC):
             if self._deletion is not None:
                 (self.location / DELETED).remove()
             if self._guard is not Guard.ARCHIVES and not is_overtaken:
-                (self.location / PARTIAL).remove()  # last, because the marker makes the next run look for leftovers
+                (self.location / PARTIAL).remove()  # last, so that the next run cleans up after an interruption
 
     def _remove(self, error: BaseException | None) -> bool:
         """Remove the files of an aborted save; return True if the path still belonged to this save."""
@@ -420,7 +420,7 @@ class LocalCommit(PendingCheckpoint):
                     self._lock.release()
             names = names_in(self.location)
         # Without file locks, the sweep may have removed the marker of a save that is still running. Unique names
-        # prevent that save from writing into the folders of this one.
+        # prevent that save from writing into this save's folders.
         self._choose_paths(items, names, left, unique=not is_untouched)
 
     def _begin(self, archives: Collection[str]) -> None:
@@ -434,7 +434,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # A new checkpoint's marker need not be synced, because even an empty one permits a clean-up after power loss.
+        # A new checkpoint's marker need not be synced: even an empty marker permits a clean-up after a power failure.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)

@@ -34,15 +34,15 @@ PIECE_BYTES = 4 << 20  # bytes read, verified and written at a time
 _LEAST_PIECE = 64 << 10
 SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
 SMALL_BYTES = 1 << 20  # maximum size in bytes of a file that is written in one request
-_UPLOADS = 4  # maximum number of concurrent uploads if the files are small enough
-BESIDE = 16e6  # bytes per second that a copy may transfer during a save without slowing down the disk
+_UPLOADS = 4  # maximum number of concurrent uploads; fewer if large files would exceed `_IN_MEMORY`
+BESIDE = 16e6  # maximum rate of a copy during a save, in bytes per second; low enough not to slow down the disk
 _IN_MEMORY = 256 << 20  # maximum total size in bytes of concurrent uploads, unless a single file is larger
 _REMEMBERED = 4  # number of recent copies whose files are remembered
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was already taken
 
 
 class Transfer:
-    """The rate limit and the progress of a copy, which other threads may slow down, end or monitor.
+    """The rate limit and the progress of a copy; other threads use this object to slow down, end or monitor the copy.
 
     The threads of the copy together transfer at most ``rate`` bytes per second, and at most ``BESIDE`` while the copy
     gives way to a save.
@@ -67,7 +67,7 @@ class Transfer:
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, excluding files copied by the store itself
         self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
-        self._measured = 0.0, 0  # seconds in which the copy did not give way, and bytes that arrived in this time
+        self._measured = 0.0, 0  # seconds during which the copy did not give way, and bytes that arrived meanwhile
         self._since = now(), 0  # time at which the last measurement ended, and bytes that had arrived by then
 
     def give_way(self, yes: bool) -> None:
@@ -104,7 +104,7 @@ class Transfer:
             raise self.ended
 
     def passed(self, count: int, *, arrived: bool = True, sent: bool = True) -> None:
-        """Count bytes that are now at the destination."""
+        """Record that ``count`` more bytes are at the destination."""
         with self._changed:
             self.done += count
             self._arrived += count if arrived else 0
@@ -136,7 +136,7 @@ class _File(NamedTuple):
 class CopiedFiles:
     """The large data files of recent copies to a store, used as sources for server-side copies in later steps.
 
-    A file is identified by its path, which is unique to a save, its size and its checksums. The latest copy is never
+    A file is identified by its size, its checksums and its path, which is unique to a save. The latest copy is never
     used as a source, so that an object with undetected damage does not affect two consecutive steps.
     """
 
@@ -148,7 +148,7 @@ class CopiedFiles:
         self._copies.append({file.key: file for file in files if file.check.record.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
-        """Let the store copy a file from an object of an earlier copy; return True if this succeeded."""
+        """Let the store copy a file from an earlier copy's object; return True on success."""
         for files in list(self._copies)[-2::-1]:
             earlier = files.get(file.key)
             if earlier is not None and earlier.check.covers(file.check):
@@ -221,7 +221,7 @@ def copied_step(
         yield result
         pending.commit(result)
     except BaseException as error:
-        failure = transfer.ended or error  # a store may report only that the upload was aborted
+        failure = transfer.ended or error  # prefer the first error, because a store may report only an aborted upload
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:

@@ -39,8 +39,8 @@ class CommitParts:
     """Hooks that extend the commit protocol to other kinds of checkpoints. By default, items are folders at the root.
 
     Checkpoints whose parts have their own directories use a subclass. Only the record at the root is authoritative. The
-    documents of parts are derived from the record, removed before it changes (:meth:`withdraw`) and written afterwards
-    (:meth:`publish`), so they never contradict the record. The next save or sweep writes missing documents.
+    documents of parts are derived from the record. They are removed before the record changes (:meth:`withdraw`) and
+    written afterwards (:meth:`publish`), so they never contradict it. The next save or sweep writes missing documents.
     """
 
     def __init__(self, location: Location) -> None:
@@ -51,11 +51,11 @@ class CommitParts:
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if a save of this kind may have created a folder. Use this to check the paths in a marker."""
+        """Return True if a save of this kind may have created a folder; used to check the paths in a marker."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace the checkpoint. ``record`` is None if damaged."""
+        """Raise an error if a save of this kind must not replace the checkpoint; a damaged record is passed as None."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
         """Remove the documents derived from a record, before the record is replaced."""
@@ -67,7 +67,7 @@ class CommitParts:
         """Write missing documents that are derived from a record."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
-        """Remove an item's folder and, if a record is given, the documents of parts that the record does not list."""
+        """Remove an item's folder and, if a record is passed, the documents of parts that the record does not list."""
         (self.location / folder).remove_tree()
 
 
@@ -88,7 +88,7 @@ def parents_of(path: str) -> list[str]:
 
 
 def remove_folders(parts: CommitParts, folders: Iterable[str], record: CheckpointRecord) -> None:
-    """Remove folders unless the record contains them or a parent; skip paths that point outside the directory."""
+    """Remove folders unless the record lists them or one of their parents; skip paths outside the directory."""
     live = folders_of(record)
     for folder in sorted(folders, key=len, reverse=True):
         if live.isdisjoint([folder, *parents_of(folder)]):
@@ -107,7 +107,7 @@ def is_left_archive(location: Location) -> bool:
         return False
     try:
         return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # the object is gone, or is larger than any holdfast archive
+    except (ObjectNotFoundError, DamagedCheckpointError):  # deleted, or larger than any holdfast archive
         return False
 
 
@@ -142,7 +142,7 @@ def remove_empty(location: Location) -> None:
         os.rmdir(location)
 
 
-# ---- deletion, and what interrupted saves and deletions have left
+# ---- deletion, and clean-up after interrupted saves and deletions
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
@@ -247,13 +247,13 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     except (CheckpointNotFoundError, FormatVersionError):  # deleted in the meantime, or of an unsupported version
         return False
     except DamagedCheckpointError:  # keep the data, so that the user can inspect it
-        if tells and PARTIAL in names:  # without locks, the save may still be running
+        if tells and PARTIAL in names:  # only if locks prove that the save has ended
             (location / PARTIAL).remove()
         return False
     if not tells:
         # The order of requests is essential (see `store_commit.py`). If this sweep has not seen the record of a save,
-        # that save finds its marker missing, and then either this deletion marker or missing files. The deletion marker
-        # names the record to keep and the folders to remove.
+        # that save notices that its marker is missing, and then that this deletion marker exists or that files are
+        # missing. The deletion marker names the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
@@ -295,7 +295,7 @@ def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
-    """Remove archives of superseded saves, checking each again because the listing may be outdated."""
+    """Remove archives of superseded saves. Check each of them again, because ``listed`` may be outdated."""
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))

@@ -25,8 +25,8 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     from one process. The same applies to replicated jax arrays and DTensors. If the values differ, for example because
     of a forgotten broadcast or different seeds, the checkpoint mixes values of several processes. Saves do not check
     this, so call this function before the first save, or when in doubt. It reads every replicated array at a few
-    gigabytes per second, after copying it to the host if necessary. Statistics that differ between processes by design,
-    such as those of BatchNorm under DDP, are also reported.
+    gigabytes per second, after copying it to the host if necessary. Differences by design, such as BatchNorm
+    statistics under DDP, are also reported.
 
     All processes must call this function. In a single-process program, it returns immediately.
 
@@ -60,7 +60,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
-    layouts: dict[int, str] = {}  # digests of the lists of parts, by id, because many arrays may share a list
+    layouts: dict[int, str] = {}  # digests of part lists, keyed by id; cached, because many arrays share a list
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)

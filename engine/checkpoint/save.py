@@ -102,8 +102,8 @@ class Save:
                 record, report = save.commit(None if items is None else CheckpointRecord(items=items, time=...))
 
     With several processes, each creates a Save for the same items. Process 0 creates the folders, merges the shares of
-    all processes, commits, and notifies the others through the rendezvous. If ``location`` is not ``shared``, it exists
-    on every host, and contains only the files written by the processes of that host.
+    all processes, commits, and notifies the others through the rendezvous. Unless ``shared`` is set, every host
+    has its own directory at ``location``, with only the files written by the processes of that host.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Save:
         return {name: ItemRecord(folder.name, self._kinds[name], files[name]) for name, folder in folders.items()}
 
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
-        """Pack small items into zip files in memory to avoid object store requests; return them keyed by item name."""
+        """Pack small items into zip files in memory to avoid object store requests; return the files keyed by item."""
         process = replace(self._role.process, awaited=awaited)
         begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:
@@ -320,7 +320,7 @@ class Primary:
         if self.rendezvous is None:
             self.pending.abort(error)
             return
-        if not isinstance(error, PeerFailedError):  # the other processes already know about it
+        if not isinstance(error, PeerFailedError):  # otherwise, the other processes already know the error
             self.rendezvous.fail(error)
         if self.told == "the commit":
             return
@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes: they write shares, and send fragments to process 0, large ones as files."""
+    """The role of all other processes: they write shares, and send fragments to process 0 (large ones as files)."""
 
     location: Location
     items: Sequence[str]
@@ -408,7 +408,7 @@ def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
     """Report to the other processes that this process has failed, has stopped writing, and leaves the save."""
     if rendezvous is None:
         return
-    if not isinstance(error, PeerFailedError):  # the other processes already know about it
+    if not isinstance(error, PeerFailedError):  # otherwise, the other processes already know the error
         rendezvous.fail(error)
     if rendezvous.index:
         with contextlib.suppress(Exception):  # the coordinator's store itself may have failed
@@ -444,7 +444,7 @@ def _largest_sent(shared: bool) -> int:
 
 
 def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
-    """Decode a process's message to a mapping from items to fragments, or to the sizes of fragments in files."""
+    """Decode a process's message; map each item to its fragment, or to the fragment's size if it is in a file."""
     sizes, _, rest = sent.partition(b"\n")
     fragments: dict[str, bytes | int] = {}
     for name, size in json.loads(sizes or b"{}").items():

@@ -1,16 +1,16 @@
 """The commit protocol for object stores, which relies on the order of requests instead of locks and renames.
 
-With conditional writes, a store accepts a record only if there is still no other, or still the one to be replaced.
-Exactly one of several concurrent saves is therefore committed, and no save removes files of another save before that.
+With conditional writes, a store accepts a record only if no record exists, or if the record to be replaced has not
+changed. Exactly one of several concurrent saves is thus committed; until then, no save removes another save's files.
 In a store without conditional writes, a save fails if its marker has another token right before or after the commit.
 
 A sweep may run concurrently with a save. The sweep first writes a deletion marker that names the current record, and
 removes the marker of the save; if the record has changed by then, the sweep removes no other files. The save checks its
 marker after it has written its record. At least one of the two therefore detects the other and gives way.
 
-If a store has conditional writes, and all items of a new checkpoint are archives, the save omits the marker to avoid
-two requests. Archives identify themselves as files of a holdfast save, the conditional write of the record selects the
-winning save, and the save checks that its files still exist after it has written its record.
+If a store supports conditional writes, and all items of a new checkpoint are archives, the save omits the marker, which
+avoids two requests. Archives identify themselves as files of a holdfast save, the conditional write of the record
+selects the winning save, and the save checks that its files still exist after it has written its record.
 
 The effects of a crash, and the subsequent clean-up:
 
@@ -59,7 +59,7 @@ class StoreCommit(PendingCheckpoint):
         left = [] if is_untouched else self._left_by_copy(items, names)
         self._leftovers -= {*left}  # the resumed copy reuses these archives
         if not left and PARTIAL in names:
-            # These files may belong to a running save that commits before this one, so they are removed later.
+            # These files may belong to a running save that commits first, so they are removed after this save's commit.
             others = {*marked, *(() if self._old is None else self._old.replaced)}
             if RECORD not in names:
                 others |= names

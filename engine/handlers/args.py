@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Broadcast per-leaf arguments to a list. ``given`` is one argument, or a tree prefix that may omit keys."""
+    """Return one argument or None for each leaf. ``given`` is one argument, or a tree prefix that may omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)
@@ -256,7 +256,7 @@ def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[An
 def aggregate(
     names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
 ) -> tuple[list[Leaf], dict[str, bytes]]:
-    """Pack leaves with ``aggregate=True`` into a file; return all leaves, with packed ones as entries, and the file."""
+    """Pack leaves with ``aggregate=True`` into a file; return all leaves (packed ones as `ValueLeaf`) and the file."""
     kept = list(leaves)
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []

@@ -26,7 +26,7 @@ Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to i
 # Maximum size in bytes of an item packed into one file. Reading this much takes no longer than another request.
 SMALL_ITEM = 256 << 10
 
-# Arguments that only the engine may pass to handlers, not the callers of a checkpointer.
+# Handler arguments that only the engine may pass; callers of a checkpointer may not.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
@@ -65,7 +65,7 @@ class CheckpointHandler(abc.ABC):
         kind: The name that identifies items of this handler in the commit record.
         collective: Whether all processes take part in a save. Otherwise, only process 0 calls the handler.
         optional: Whether the item may be omitted from a save, and from a restore even if it was saved.
-        verifies: Whether :meth:`restore` verifies the data. Otherwise, the checksums of all files are checked first.
+        verifies: Whether :meth:`restore` verifies the data. If not, the caller first checks the checksums of all files.
         shares_reads: Whether :meth:`restore` accepts ``shared=``, so that data needed by several processes is read only
             once. A subclass that overrides ``restore`` must set this attribute again.
     """
@@ -143,8 +143,8 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     """A handler that takes a snapshot without a folder, so that unsupported items fail before files are written.
 
     Attributes:
-        divides: Whether :meth:`prepare` accepts ``member=``. If several processes save together, this is the process
-            whose share will be written, and the snapshot may omit all other data.
+        divides: Whether :meth:`prepare` accepts ``member=``, the process whose share will be written if several
+            processes save together. The snapshot may then omit all other data.
         reuses: Whether :meth:`prepare` accepts ``reuse=``. Managers use it to pass the data files of earlier steps, so
             that unchanged arrays need not be written again.
         layout: The data file sizes of the handler, if :meth:`prepare` accepts ``layout=`` to override them. A manager
@@ -240,7 +240,7 @@ def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
     are_known = bool(futures)
     for future in futures or ():
         files = future.result()
-        # Other futures, such as those of concurrent.futures, may return anything.
+        # Other futures, such as `concurrent.futures.Future`, may return anything.
         are_known &= isinstance(files, Mapping) and all(isinstance(file, FileRecord) for file in files.values())
         records |= files if are_known else {}
     return records if are_known else None

@@ -78,9 +78,9 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         Args:
             directory: The folder of the item.
             item: The template, as for trees.
-            process: The index of another process whose tree to restore instead.
-            every: If the number of processes has changed, return the trees of all saved processes as
-                :class:`SavedShares`, without a warning.
+            process: The index of the process whose tree is restored instead of this process's tree.
+            every: If the number of processes has changed, return the trees of all processes that took part in the save
+                as :class:`SavedShares`, without a warning.
             files: The folder's files, as listed in the commit record.
             **kwargs: As for trees.
         """
@@ -126,7 +126,7 @@ def own_share(
     process: int | None = None,
     is_empty: Callable[[Share], bool] = lambda _: False,
 ) -> Share:
-    """Return the tree of this process or ``process``; warn if the process count changed, unless the tree is empty."""
+    """Return the share of this process or ``process``; warn if the process count changed, unless the tree is empty."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):

@@ -239,13 +239,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 restored from the saved tree instead of the template.
             torch_tensors: Whether a restore without a template returns torch tensors as tensors if the program has
                 imported torch. Managers set this, because ``load_state_dict`` requires tensors.
-            as_saved: Whether the template is the initial state of a resuming run. If its types match those of the run's
+            as_saved: Whether the template is the initial state of a resuming run. If it has the same types as the run's
                 initial state (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and lists and
                 dictionaries that have grown are restored completely; other types are an error. If the run has recorded
                 no types, only the template determines the result. Without a template, jax arrays are restored as jax
                 arrays if the program has imported jax; a list of root keys restricts this to the leaves below them.
-            entries: Templates for some entries of a saved dictionary, which may lack these entries. Other entries
-                are restored without a template.
+            entries: Templates for some entries of a saved dictionary. Templates without a saved entry are ignored, and
+                other entries are restored without a template.
             source: A tree saved by another library, which is read instead of the tree in the folder.
             shared: The manager's shared reads, so that data needed by several processes is read only once.
             cast: Whether to cast leaves to the template's dtype if their dtype differs but is of the same kind, as for
@@ -323,7 +323,7 @@ def check_savable(item: Any) -> None:
 
 
 def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
-    """Return the leaf types of a run's initial state for the ``fresh`` argument; ``roots`` lists its root entries."""
+    """Return the leaf types of a run's initial state, to pass as ``fresh``; ``roots`` lists the state's root keys."""
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
     return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)

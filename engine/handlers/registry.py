@@ -1,4 +1,4 @@
-"""Type handlers for leaves whose type holdfast does not support, or that are stored elsewhere."""
+"""Type handlers for leaves of types that holdfast does not support, and for leaves in user-defined storage."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ _Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[Save
 
 
 class ExternalLeaves:
-    """The leaves of a tree that have a type handler, each of which is written into a separate folder."""
+    """The leaves of a tree that have a type handler. Each leaf is written into a separate folder."""
 
     def __init__(
         self,

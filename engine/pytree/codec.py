@@ -83,7 +83,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Encode a torch object, such as a sparse tensor, with torch.save; return it as is if loading it would fail."""
+    """Encode a torch object, such as a sparse tensor, with torch.save; return it unchanged if loading it would fail."""
     is_of_torch = type(value).__module__.partition(".")[0] == "torch"
     if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value

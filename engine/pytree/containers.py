@@ -17,7 +17,7 @@ FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float,
 
 
 class Contents(NamedTuple):
-    """An opened container: the fields of `TreeDef`, with child values in place of child definitions."""
+    """The contents of a container: the fields of `TreeDef`, but with child values instead of child definitions."""
 
     kind: str
     keys: list[Any] | None
@@ -27,7 +27,7 @@ class Contents(NamedTuple):
 
 
 def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
-    """Open a single container; return None for a leaf. ``objects`` collects the nnx objects of the tree."""
+    """Return the contents of a container, or None for a leaf; ``objects`` collects the nnx objects of the tree."""
     opener = _EXACT.get(type(value))
     if opener is not None:
         return opener(value)
@@ -112,8 +112,8 @@ def opens_as(subclass: type, kind: str) -> None:
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
-# ---- flax.nnx objects, such as modules and optimizers. `nnx.state` opens them, and loading creates copies. A tree can
-# contain such objects only if the program has imported flax.
+# ---- flax.nnx objects, such as modules and optimizers. `nnx.state` returns their variables; loading creates copies.
+# A tree can contain such objects only if the program has imported flax.
 
 
 def is_nnx(value: object) -> bool:
@@ -140,7 +140,7 @@ class NnxObjects:
         return number, dict(state[number].items()) if number in state else {}
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
-        """Return a copy of an object with these variables. The object may be abstract."""
+        """Return a copy of an object, which may be abstract, with the given variables."""
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:
@@ -156,10 +156,10 @@ def _has_own_children(value: tuple[Any, ...]) -> bool:
 
 
 def _open_registered(value: object) -> Contents | None:
-    """Open one level of an object whose type is registered with jax; its static fields stay in the treedef."""
+    """Return the children of an object registered with jax; None for a leaf. Static fields stay in the treedef."""
     children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(children) == 1 and children[0][0] == ():
-        return None  # jax treats it as a leaf
+        return None  # jax treats the object as a leaf
     entries = [path[0] for path, _ in children]
     values = [StaticLeaf.of(child) or child for _, child in children]
     has_functions = any(type(child) is StaticLeaf for child in values)

@@ -100,7 +100,7 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Find jax arrays on the host that share memory with leaves that may still change; return pairs of names.
+    """Return pairs of names: a jax array in host memory, and a leaf that shares this memory and may still change.
 
     Neither jax nor numpy reports such sharing, but addresses reveal it if both arrays are leaves.
     """
@@ -150,7 +150,7 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {name}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    # Environments, such as those of gymnasium, have these methods.
+    # Gymnasium environments and similar objects have these methods.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
             f"is an environment ({name}); leave it out, and after a resume, start an episode with a seed derived from "
@@ -177,7 +177,7 @@ class KnownLeaves:
 
     Most leaves belong to a few kinds. Leaves of the same kind are checked together, and their descriptions are reused.
     All other leaves are described again, and the descriptions are compared. This object holds neither leaves nor
-    values. ``is_copied`` marks the leaves that are copied whole, into one contiguous array.
+    values. ``is_copied`` marks the leaves that are copied in full into one contiguous array.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ The copies run on the device while the program continues. They follow these rule
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then, the tensor is kept alive so its memory is not reused.
 
-If no more memory can be pinned, or copies cannot be started, `PinnedMemory.start` copies synchronously. Work in streams
-other than the current and the default stream must wait for one of these two, as usual in torch.
+If no more memory can be pinned, or copies cannot be started, `PinnedMemory.start` copies synchronously. Work in any
+stream other than the current or the default stream must wait for one of these two streams, as usual in torch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class TreeDocument(NamedTuple):
         return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
 
     def below(self, segments: Sequence[str]) -> TreeDocument:
-        """Return the container at a path, which must exist; its keys are escaped as in leaf names."""
+        """Return the container at a path of escaped keys, which must exist."""
         node = self.structure
         for segment in segments:
             assert node is not None
@@ -106,7 +106,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-_Progress = Sequence[tuple[Pattern, Collection[int]]]  # each pattern, with the positions that a path has reached in it
+_Progress = Sequence[tuple[Pattern, Collection[int]]]  # (pattern, positions reached in it so far); see `Pattern`
 
 
 class _Lookup:

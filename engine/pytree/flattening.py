@@ -238,7 +238,7 @@ _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_
 
 
 class _Container(TreeDef):
-    """A container in an outline. It has no real build function, which might keep arrays alive."""
+    """A container in an outline. Its build function is a stub, because a real one might keep arrays alive."""
 
     __slots__ = ("are_leaves", "type", "type_of", "types")
 
@@ -294,8 +294,8 @@ _was_enabled = False
 def collection_paused() -> Iterator[None]:
     """Pause automatic garbage collection in all threads while the block runs.
 
-    Processing ten thousand leaves creates about thirty thousand objects, none of which is garbage. With a framework
-    loaded, the full collections that this triggers take several times as long as the work itself.
+    Processing ten thousand leaves creates about thirty thousand objects, none of which is garbage. If a framework
+    is loaded, the full collections that these objects trigger take several times as long as the work itself.
     """
     global _holders, _was_enabled
     with _lock:

@@ -110,7 +110,7 @@ class JaxDescriber:
         return leaf
 
     def _data_of(self, value: Any) -> Any:
-        """Return the data of typed keys as a jax array (jax 0.5 may return numpy arrays); return other arrays as is."""
+        """Return typed keys' data as a jax array (jax 0.5 may return numpy arrays), and other arrays unchanged."""
         if not is_key(value):
             return value
         data = jax.random.key_data(value)
@@ -303,7 +303,7 @@ def template_facts(value: Any) -> tuple[Any, ...]:
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
-        is_weak = bool(getattr(value, "weak_type", False))  # operations convert weakly typed arrays to the other dtype
+        is_weak = bool(getattr(value, "weak_type", False))  # weakly typed arrays adopt the other operand's dtype
         return "jax", value.shape, dtype, value, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
@@ -469,7 +469,7 @@ def put(new: Sequence[NewArray]) -> list[Any]:
 
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
-    """Lift the program's transfer guards, and its NaN checks, because saved values may be NaN."""
+    """Suspend the program's transfer guards and its checks for NaN and infinity, because saved values may fail them."""
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 

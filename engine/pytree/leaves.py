@@ -145,7 +145,7 @@ def whole(shape: Sequence[int]) -> Box:
 class Piece:
     """A part of an array in host memory."""
 
-    start: tuple[int, ...]  # index of its first element in the whole array, per axis
+    start: tuple[int, ...]  # index of the piece's first element in the whole array, along each axis
     array: NDArray[Any]  # elements, with any strides; may be read-only
 
     @property
@@ -156,7 +156,7 @@ class Piece:
 class Part(NamedTuple):
     """A box of an array, and the processes that hold it."""
 
-    start: tuple[int, ...]  # index of its first element, per axis
+    start: tuple[int, ...]  # index of the box's first element, along each axis
     shape: tuple[int, ...]  # number of elements along each axis
     holders: tuple[int, ...]  # processes that hold the entire box, in ascending order
 
@@ -238,7 +238,7 @@ class Saved:
     details: Details  # `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json``: untrusted input
     dtype: np.dtype[Any] | None = None  # logical element type, as in `ArrayLeaf.dtype`; None for a value leaf
     shape: tuple[int, ...] | None = None  # shape of the stored array; None for a value leaf
-    stored: object = field(default=None, repr=False, compare=False)  # how the array is stored; private to its source
+    stored: object = field(default=None, repr=False, compare=False)  # how the array is stored; used only by its reader
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -310,12 +310,12 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
 class LeafMetadata:
     """Kind, shape and dtype of a saved leaf, known without reading it.
 
-    In a template, it requests the leaf as saved (a numpy array or Python value) with this shape and dtype.
+    In a template, it restores the leaf as a numpy array or Python value, and requires this shape and dtype.
 
     Attributes:
         kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
-        shape: Its shape; ``()`` for a value that is not an array.
-        dtype: The name of its element type, or None for a value that is not an array.
+        shape: The shape of the leaf; ``()`` for a value that is not an array.
+        dtype: The name of the element type, or None for a value that is not an array.
     """
 
     kind: str

@@ -198,7 +198,7 @@ def materialize(
 ) -> list[Any]:
     """Create leaves from saved values; raise one error for all leaves that cannot be created exactly as requested.
 
-    ``parts`` maps the index of each leaf that was not read whole to its partition and arrays. Arrays that have been
+    ``parts`` maps the index of each leaf that was read only in part to its partition and arrays. Arrays that have been
     cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)

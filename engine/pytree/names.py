@@ -16,7 +16,7 @@ from ..errors import OptionError, TreeMismatchError, shortened
 # surrogates cannot be printed or stored everywhere.
 _ESCAPED = re.compile("[./%\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SEQUENCE = re.compile("(?:%[0-9A-F]{2})+")
-_LOCK = "__lock"  # suffix of lock files of TensorStore's file driver
+_LOCK = "__lock"  # suffix of the lock files that TensorStore's file driver creates
 
 
 def _percent(text: str) -> str:
@@ -51,7 +51,7 @@ def _are_plain(keys: Sequence[str]) -> bool:
 
 
 def escape_first(key: str) -> str:
-    """Escape a key including its first character, so that the result differs from that of `escape_key`."""
+    """Escape a key including its first character, so that the result differs from ``escape_key(key)``."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
 
 
@@ -207,7 +207,7 @@ class Pattern:
         return len(self._texts) in positions
 
     def takes_all(self, positions: Collection[int]) -> bool:
-        """True if every longer path matches as well."""
+        """True if every path that continues from these positions matches."""
         return self._texts[-1] == "**" and len(self._texts) - 1 in positions
 
     def matches(self, path: Iterable[str]) -> bool:

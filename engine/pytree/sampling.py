@@ -48,7 +48,7 @@ class Samples:
 
     def devices(self, count: int) -> str:
         """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means arrays on 4 devices."""
-        # The first step spreads arrays that were created on one device, such as the counts of optax, over all devices.
+        # Omit ``gpu`` if ``gpu x 4`` is present: the first step moves arrays such as optax counts to all devices.
         found = [device for device, position in self._devices.items() if position < count]
         return ", ".join(sorted(kind for kind in found if not any(other.startswith(f"{kind} x") for other in found)))
 
@@ -73,7 +73,7 @@ class Samples:
         return digests, values
 
     def differs(self, other: Samples, end: int | None = None) -> bool:
-        """True if a leaf before ``end`` that both samples could read has different values. May wait for a device."""
+        """True if the samples differ in a leaf before ``end`` that both could read. May wait for a device."""
         mine, yours = (samples.fetch(1)[0][:end] for samples in (self, other))
         return len(mine) == len(yours) and bool(((mine != yours) & (mine != 0) & (yours != 0)).any())
 
@@ -148,7 +148,7 @@ class Sampler:
     """Samples the same leaves repeatedly, and keeps views of the tensors among them."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _View] = {}  # tensors that have been sampled only once, keyed by position
+        self._views: dict[int, _View] = {}  # views of tensors that were sampled only once, keyed by position
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
@@ -243,7 +243,7 @@ def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
     return gathered
 
 
-_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # dict from leaf class to kind
+_KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # keyed by class; `_kind_of` adds entries
 
 
 def _kind_of(leaf: Any) -> str:
@@ -268,7 +268,7 @@ def _view_of(tensor: Any) -> Any:
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
-    """Return the first local shard of a jax array, its device, and the kind and number of all devices."""
+    """Return a jax array's first local shard, the shard's device, and the kind and number of the array's devices."""
     if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set

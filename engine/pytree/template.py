@@ -50,7 +50,7 @@ class LeafTemplate:
 
     name: str
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
-    # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
+    # "frozenset", "numbers" for a packed sequence that stays packed, or "any" to restore the leaf unchanged.
     kind: str
     shape: tuple[int, ...] | None  # shape of the stored array (for keys, of the key data); None if the kind suffices
     dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind suffices
@@ -194,7 +194,7 @@ def _number_of(leaf: LeafTemplate | Saved) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRequest:
-    """The properties in which the caller wants a leaf to differ from the saved leaf or from its template."""
+    """The properties that the caller requests for a leaf, which override its template and the saved leaf."""
 
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
     # None lets the template decide.
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state. ``roots`` lists its top-level keys if the saved tree may have more."""
+    """The leaf types of a fresh state. ``roots`` lists the state's root keys if the saved tree may have others."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ class FreshTypes:
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return the reasons, if any, why a resume could not rebuild a tree that has grown since the fresh state."""
+        """List the reason, if any, why a resume cannot rebuild a tree that has grown since the fresh state."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -460,7 +460,7 @@ class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:
-    """Return the containers of a saved tree, using the template's classes for containers that exist in both."""
+    """Return the containers of a saved tree, using the template's classes for containers that exist in both trees."""
     if saved is None:
         return None
     segments = saved.segments

@@ -44,7 +44,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors in one tree; with ``later``, the next snapshot copies from devices if possible."""
+    """Describes the tensors in one tree; with ``later``, device copies are left to the next snapshot if possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
@@ -173,7 +173,7 @@ class TorchDType(NamedTuple):
     carrier: str | None  # dtype of the same size that both libraries have, used as an intermediate; None if not needed
     paired: bool  # whether an element is stored as a pair of real and imaginary parts
     variant: str | None  # torch dtype name if the numpy dtype does not imply it; otherwise None
-    details: Details  # details of the leaf
+    details: Details  # `ArrayLeaf.details` of tensors with this dtype
 
     def to_numpy(self, tensor: Any) -> NDArray[Any]:
         """Return a numpy view of a tensor, which must have no gradient, conjugate bit or negative bit."""
@@ -184,7 +184,7 @@ class TorchDType(NamedTuple):
         return np.asarray(tensor.view(getattr(torch, self.carrier)).numpy()).view(self.dtype)
 
     def on_device(self, tensor: Any) -> DeviceArray:
-        """Wrap a tensor on an accelerator as a `DeviceArray`; it must also meet the conditions of `to_numpy`."""
+        """Wrap a tensor on an accelerator, which must meet the conditions of `to_numpy`, as a `DeviceArray`."""
         elements = torch.view_as_real(tensor) if self.paired else tensor
         # View the elements as integers, which keep every bit pattern and support all torch operations.
         carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.dtype.itemsize)
@@ -276,7 +276,7 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def tensor_like(saved: Saved) -> Any | None:
-    """Return a meta tensor like a saved array; None if torch lacks the dtype or has no operations for it."""
+    """Return a meta tensor with a saved array's shape and dtype; None if torch lacks the dtype or operations for it."""
     name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
     dtype = getattr(torch, name or "", None)
     if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):

@@ -1,7 +1,7 @@
 """Tree transformations, which rename, merge, split and compute leaves.
 
-A plan determines the source of each leaf of the new tree before any value is read. `apply_transformations` executes it
-for trees in memory, and `holdfast.load_transformed` for saved trees.
+A plan determines the source of each leaf of the new tree before any value is read. `apply_transformations` executes the
+plan for trees in memory, and `holdfast.load_transformed` for saved trees.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def apply_transformations(
 
 @dataclass(slots=True)
 class OriginalTree:
-    """The information about the original tree that a plan needs, without its values."""
+    """The information about the original tree that a plan needs: everything but the values."""
 
     names: Sequence[str]  # leaf names
     structure: TreeDef | None  # the containers; None if the tree is a bare leaf
@@ -137,8 +137,8 @@ class Taken:
     """A leaf of the new tree that is taken from a leaf or container of the original tree."""
 
     path: str  # path in the original tree
-    start: int  # index of its first leaf in the original tree
-    stop: int  # index after its last leaf
+    start: int  # index of the first leaf at this path in the original tree
+    stop: int  # index after the last leaf at this path
     container: TreeDef | None  # None for a leaf
     function: Callable[[Any], Any] | None  # converts the value; None takes it unchanged
 
@@ -189,7 +189,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A leaf of the new tree taken from the result of a `Call`, by its name in that result."""
+    """A leaf of the new tree that is taken, by its name, from the result of a `Call`."""
 
     call: Call
     name: str
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``; its key matches ``target``, a path at or above ``path``."""
+    """Return a rule's match for the leaf at ``path``. The rule's key matches ``target``, at or above ``path``."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)
@@ -467,7 +467,7 @@ def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> 
 
 
 def _above(path: str) -> Iterator[str]:
-    """Yield the paths of the containers above a leaf, innermost first, ending with the empty path of the whole tree."""
+    """Yield the paths of the containers above a leaf, innermost first, ending with the empty path of the root."""
     while path:
         path = path.rpartition("/")[0]
         yield path

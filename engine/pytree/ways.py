@@ -54,7 +54,7 @@ class _Child(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """A way, given as its last step and the way before that step (None for the root)."""
+    """A way, stored as its last step and the way that precedes the step (None for the root)."""
 
     parent: _Way | None
     get: _Get
@@ -95,11 +95,11 @@ class _Route:
             self._ends.append(self._numbers[ahead[0] if ahead else way])
 
     def follow(self, root: Any) -> list[Any]:
-        """Return the values that the ways lead to from a root, in the order of the ways."""
+        """Follow the ways from a root; return the values at their ends, in the order of the ways."""
         return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
-        """Return the values that the ways and their prefixes lead to from a root, keyed by way."""
+        """Follow the ways from a root; return the values at the ends of all ways and their prefixes, keyed by way."""
         return dict(zip(self._numbers, self._values(root), strict=True))
 
     def _values(self, root: Any) -> list[Any]:
@@ -107,7 +107,7 @@ class _Route:
         for owner, get, key in self._steps:
             try:
                 values.append(get(values[owner], key))
-            except Exception:  # the entry or attribute is gone, or its owner is MISSING
+            except Exception:  # the entry or attribute no longer exists, or its owner is MISSING
                 values.append(MISSING)
         return values
 
@@ -115,8 +115,8 @@ class _Route:
 class Ways:
     """Ways from a root to at most ``most`` leaves, or to the leaves in ``names``, and to plain attributes of objects.
 
-    Learning rates, trained parameters and their optimizer state come first. Other leaves are ordered by a checksum of
-    their names, which is the same in every process.
+    Learning rates come first, then trained parameters and their optimizer state, then all other leaves. Leaves of equal
+    rank are ordered by a checksum of their names, which is the same in every process.
     """
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
@@ -162,13 +162,13 @@ class Ways:
         self._to_optimizers = _Route(optimizers)
 
     def follow(self, root: Any) -> list[Any]:
-        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING if a leaf is gone."""
+        """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING if a leaf does not exist."""
         return self._to_leaves.follow(root)
 
     def ended(self, root: Any) -> list[str]:
         """Return the names of chosen leaves that another root lacks, if they are reached only through containers.
 
-        List items, optimizer state, and leaves reached through attributes may come and go.
+        List items, optimizer state and leaves reached through attributes may come and go, so they are not reported.
         """
         values = self._to_leaves.values(root)
         return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
@@ -189,7 +189,7 @@ class Ways:
 
 
 def _children(value: Any) -> list[_Child]:
-    """Return the children of an object that a way can lead to; arrays have none."""
+    """Return all children of an object that a way can reach; arrays have none."""
     if type(value) is dict or isinstance(value, Mapping):
         get = _entry if hasattr(type(value), "__missing__") else operator.getitem
         return [_Child(str(key), get, key, child) for key, child in [*value.items()]]
