@@ -63,8 +63,8 @@ def save_async(
     """Save a tree in the background, and return as soon as the tree may be modified again.
 
     The checkpoint holds the values that the tree had when this function returned. Several saves to different paths may
-    be in progress at once; each keeps a copy of its tree in memory. The program waits for all of them before it exits.
-    If an error has not been retrieved from its Future by then, it is logged, and the exit status is nonzero.
+    be in progress at once; each keeps a copy of its tree in memory. The program waits for all saves before it exits. An
+    error that has not been retrieved from its Future by then is logged, and the exit status is nonzero.
 
     Args:
         path: The destination, as a path or URL; it must not exist unless ``overwrite`` is true.
@@ -140,7 +140,7 @@ def load(
             that matches its path; containers that occur in several checkpoints become dictionaries.
         like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
-            abstract or not, matches its saved ``nnx.state`` or nested dictionaries of it; the result is a new module.
+            abstract or not, matches its ``nnx.state``, saved directly or as nested dicts; the result is a new module.
             Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses become
             dictionaries.
         select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have
@@ -163,9 +163,9 @@ def load(
         UnsupportedLeafError: Another library's file contains objects that can only be restored by running code; the
             message names them. No code was run, and ``select=`` can load the other leaves.
         IndexError: An index in ``select`` does not fit its array.
-        OptionError: ``like`` or ``select`` is given for several items; ``select`` with indexes is combined with
-            ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is given without a
-            template; or a path that exists in two of the given checkpoints is not a container with keys in both.
+        OptionError: ``like`` or ``select`` is passed for several items; ``select`` with indexes is combined with
+            ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is passed without a
+            template; or two of the checkpoints contain the same path, but not both as a container with keys.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it
@@ -199,8 +199,8 @@ def load_async(
         subset: Whether the template may lack leaves, as for :func:`load`.
 
     Returns:
-        A Future with the result of :func:`load`, or the exception that it raises. It cannot be cancelled, and the
-        program waits for it before it exits.
+        A Future that resolves to the result or the exception of :func:`load`. It cannot be cancelled, and the program
+        does not exit before it is done.
     """
     from concurrent.futures import Future  # imported lazily, because synchronous calls do not need it
 

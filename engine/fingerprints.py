@@ -1,8 +1,8 @@
 """Fingerprints of the objects that determine a program's next steps: random generators, iterators and other values.
 
-A rehearsal takes fingerprints at every step of an uninterrupted run and of an interrupted run. An object whose
-fingerprints differ at the same step was not restored. The search starts from the variables of running functions and of
-the program's own modules. It uses only accessors without side effects, to leave the program unchanged.
+A rehearsal takes fingerprints at every step of an uninterrupted run and of an interrupted run. An object was not
+restored if its fingerprints at a step differ between the two runs. The search starts from the variables of running
+functions and of the program's own modules. It uses only accessors without side effects, so the program is unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SECONDS = 0.5  # maximum processor time in seconds per step, separately for fun
 _DEPTH = 7
 _ITEMS = 64  # maximum number of items to visit per container
 _BYTES = 4 << 20  # maximum size in bytes of an array to hash
-_TEXT = 200  # maximum length in characters of a text value
+_TEXT = 200  # maximum length in characters of a string that counts as a value
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
@@ -60,19 +60,19 @@ _LIBRARIES = tuple(
     }
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
-_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries whose objects are visited
-_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # classes of torch's DataLoader
+_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # search objects of these libraries
+_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # torch's DataLoader iterators
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints at each step, and compares them with those of the previous step."""
+    """Takes fingerprints at each step, and determines which have changed since the previous step."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
 
     def changes(self) -> dict[str, Fact | None]:
-        """Return the facts that are new or have changed since the last call, with None for objects that are gone."""
+        """Return the facts that are new or changed since the last call, and None for objects that no longer exist."""
         now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
@@ -90,7 +90,7 @@ def facts() -> dict[str, Fact]:
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as a loader wrapped by hf.skip_to
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # parts of ours, such as a loader in hf.skip_to
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
@@ -105,7 +105,7 @@ def facts() -> dict[str, Fact]:
 
 
 def not_handed_over() -> list[str]:
-    """Describe the reachable generators and iterators, except the global generators."""
+    """Describe each reachable generator and iterator that has a state, except the global generators."""
     return [
         f"{name} ({fact.type}; {fact.where})"
         for name, fact in facts().items()
@@ -114,7 +114,7 @@ def not_handed_over() -> list[str]:
 
 
 def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], looked: list[tuple[str, Any]]) -> None:
-    """Add the fingerprints of objects reachable from variables, in breadth-first order."""
+    """Add the fingerprints of objects that are reachable from the variables in ``spaces``, breadth first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, function or module, object, depth, owner's type
     for prefix, where, space in spaces:
         named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
@@ -161,11 +161,11 @@ def _modules() -> Iterator[_Space]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and _is_own(file):
             yield "" if name == "__main__" else f"{name}.", os.path.basename(file), dict(vars(module))
-        elif name == "__main__" and file is None:  # python -c
+        elif name == "__main__" and file is None:  # a program passed with python -c
             yield "", "the program", dict(vars(module))
 
 
-@cache  # called for every module at every step
+@cache  # this function is called for every module at every step
 def _is_own(file: str) -> bool:
     path = os.path.abspath(file)
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)

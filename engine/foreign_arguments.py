@@ -121,7 +121,7 @@ class ExplainsNames:
 
         def __getattr__(self, name: str) -> Never:
             hint = object_instead_of(name)
-            about = {} if hint else {"name": name, "obj": self}  # with these, a traceback suggests the closest name
+            about = {} if hint else {"name": name, "obj": self}  # name and obj let a traceback suggest the closest name
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", **about)
 
 
@@ -131,7 +131,7 @@ def foreign_hint(name: str) -> str:
 
 
 def instead_of(name: str, accepted: Collection[str]) -> str:
-    """Return a message suffix that suggests the equivalent of an unknown argument, or else the closest name."""
+    """Return a message suffix that suggests the equivalent of an unknown argument or the closest name, or ""."""
     if hint := foreign_hint(name):
         return hint
     import difflib  # imported lazily, because only error messages need it

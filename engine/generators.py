@@ -138,7 +138,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
 
 
 class GlobalGenerators:
-    """The global generators as a stateful object, which is restored last because other restores may draw from them."""
+    """The global generators as a stateful object, restored last because other restores may draw random numbers."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply the restored states, if any; return the names of used generators that this process lacks."""
+        """Apply the restored states, if any; return the names of missing generators that the run has drawn from."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -207,7 +207,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def differing_parts(left: Any, right: Any) -> str:
-    """Describe the paths at which two states differ."""
+    """List the paths at which two states differ, as text."""
     flat = [flatten(state) for state in (left, right)]
     values, others = (dict(zip(part.names, part.values, strict=True)) for part in flat)
     names = values.keys() | others.keys()

@@ -112,7 +112,7 @@ def _value_text(leaf: SavedLeaf) -> str:
     return shortened_text(text)
 
 
-_LISTINGS = 3  # maximum number of listings, because a run may delete all listed steps before they are read
+_LISTINGS = 3  # maximum number of times to list steps: a run may delete all of them before they are read
 
 # ---- verification, which checks every byte and reports problems by file and leaf
 
@@ -214,7 +214,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if the checkpoint has been deleted
-        return _verify(as_location(location.url), step, share)  # a new location is not bound to the snapshot
+        return _verify(as_location(location.url), step, share)  # a new location, which is not bound to the snapshot
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 
@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged, so report the differing files or this error
+    except HoldfastError as error:  # the structure is damaged: report the files that differ or, if none do, this error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

@@ -55,12 +55,12 @@ def derives(obj: object, name: str, package: str) -> bool:
 
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
 TAKEN = "taken"  # the epoch, and the number of batches taken from it
-_BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end if it has ended
-_ORDER = "state"  # value that the user's state function returned at that time
-_VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
+_BEGUN = "generators"  # generator states by name, at the start of the epoch or, if it has ended, at its end
+_ORDER = "state"  # value that the user's state function returned when the states in _BEGUN were taken
+_VALUES = "attributes"  # numbers and small arrays in the loader's attributes, which only earlier versions saved
 LAST = "last"  # checksum of the latest batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether the latest batch was the last of its epoch
-_NOW = "now"  # current states of the loader's own generators and of _ORDER, because other code may change them
+_NOW = "now"  # current generator states and value of the user's state function, which other code may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
@@ -76,7 +76,7 @@ Announce = Callable[..., object]  # takes a message and its arguments, like logg
 
 
 class LoaderPosition:
-    """Base class of the loaders that :func:`skip_to` and ``resumable`` return. It tracks a position in the batches."""
+    """Base class of the loaders returned by :func:`skip_to` and ``resumable``; it tracks a position in the batches."""
 
     _function = "skip_to"  # name of the public function, for messages
 
@@ -92,7 +92,7 @@ class LoaderPosition:
         self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
         self._has_ended = False  # whether the epoch's last batch has been taken
-        self._begun: dict[str, Any] = {}  # states of generators and of _ORDER at the start of the epoch
+        self._begun: dict[str, Any] = {}  # generator states, and value of the state function, at the start of the epoch
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
         self.checksum: int | None = None  # checksum of sampled values in the last batch
@@ -131,7 +131,7 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state at the start of this epoch, or of the next epoch if this one has ended."""
+        """Return the position, and the states at the start of this epoch or, if it has ended, of the next epoch."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
@@ -160,7 +160,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state, except to global generators. Return the state and whether it has unexpected parts."""
+        """Apply the saved state, except to global generators. Return it, and whether a warning about it was logged."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})
@@ -231,13 +231,13 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # Run the loader's remaining code now, because a resume would begin with the next epoch.
+                # Exhaust the loader now to run the rest of its code, because a resume would begin with the next epoch.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn about state that was only saved or only passed to this run, and return whether there is any."""
+        """Warn about parts of the state that were only saved or only passed to this run; return whether any exist."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -386,7 +386,7 @@ def skip_to(
     - the states of random generators at the start of the epoch: the global generators of Python, numpy and torch, and
       the ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all other
       generators, such as a transform's, in ``generators``;
-    - the value that ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
+    - the value that ``get`` in ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
 
     A warning is logged if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
     order may depend only on the epoch.
@@ -455,7 +455,7 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
 
 
 def _check_handed(generators: Any, state: Any) -> None:
-    """Raise OptionError if an item is not a generator or the state is not a pair of functions."""
+    """Raise OptionError unless ``generators`` is a sequence of generators and ``state`` a pair of functions or None."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
     for index, generator in enumerate(generators):
@@ -539,7 +539,7 @@ def without_generators(obj: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of the sampler that draws the loader's order at random without a restorable state, or None."""
+    """Return the name of the sampler that draws the loader's order at random and has no restorable state, or None."""
     # Iterators of torchdata samplers have states, but torchdata's nodes do not save them.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):

@@ -52,11 +52,11 @@ class Observer(Protocol):
         return
 
     def options(self, options: T) -> T:
-        """Return the ``CheckpointManagerOptions`` that a manager should use instead of the given ones."""
+        """Return the ``CheckpointManagerOptions`` that a manager should use instead of ``options``."""
         return options
 
     def joins(self, process: int, count: int) -> None:
-        """Called when one of ``count`` processes that save together creates a manager."""
+        """Called when process number ``process``, of ``count`` processes that save together, creates a manager."""
         return
 
     def wants(self, step: int) -> str | None:
@@ -64,11 +64,11 @@ class Observer(Protocol):
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return the maximum number of steps to run after a preemption's save, for comparison with the resumed run."""
+        """Return the maximum number of steps to run after a preemption's save, to compare them with the resumed run."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:
-        """Called when the run passes a point, on the thread that passes it. This may happen several times per point."""
+        """Called when the run passes a point, on the thread that passes it; a point may be passed several times."""
         return
 
     def event(self, event: Mapping[str, Any]) -> None:

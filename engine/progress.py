@@ -1,4 +1,4 @@
-"""A protocol for receiving the progress of a long-running call, and shares of that progress."""
+"""A protocol for objects that receive the progress of a long-running call, and shares of that progress."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` bytes in a call's progress, for work in other units. A successful exit reports the rest."""
+    """A share of ``nbytes`` bytes in a call's progress, for work in other units. A successful exit completes it."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

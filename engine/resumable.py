@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
         self._turn = 0  # counter that changes when a loop starts or a state is set
         self._reported = 0  # value of _turn at the last reported step
-        self._loops: set[bool] | None = set()  # whether loops of the run reported steps; None once a warning is logged
+        self._loops: set[bool] | None = set()  # for loops of the run, whether steps were reported; None after a warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -211,7 +211,7 @@ def resumable(
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of completed epochs, ``batch`` is the number of batches taken
-        in the current epoch, and ``len`` returns the number in a whole epoch; other attributes are those of ``loader``.
+        in the current epoch, and ``len`` returns the number per epoch; other attributes are delegated to ``loader``.
         Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:

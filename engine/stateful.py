@@ -55,8 +55,8 @@ def is_stream(obj: object) -> bool:
     methods = _methods(adapted(obj))
     if methods is None:
         return is_generator(obj) or _writes_files(obj)
-    # Grain iterators and torch.Generator have get_state. Like schedulers, torchdata loaders have state_dict, but they
-    # are iterable.
+    # Grain iterators and torch.Generator have get_state. Schedulers and torchdata loaders both have state_dict,
+    # but only the loaders are iterable.
     return methods == METHODS[0] or hasattr(type(obj), "__next__") or hasattr(type(obj), "__iter__")
 
 
@@ -311,7 +311,7 @@ def restore_loader(
     if has_states := any(map(_methods, samplers_of(loader))):
         generators = {name: saved for name, saved in generators.items() if "sampler." not in name}
     current = generators_of(loader)
-    if unknown := generators.keys() - current.keys():  # such as generators that earlier versions found
+    if unknown := generators.keys() - current.keys():  # for example, generators that earlier versions detected
         _logger.warning(
             "a %s was saved with generators that it does not show, and that stay as the program has set them: %s. If "
             "its batches depend on them, pass them as extras beside it, such as rng=dataset.rng",
@@ -415,5 +415,5 @@ def check_window(name: str, obj: object) -> None:
 
 
 def _is_of_grain(cls: type) -> bool:
-    # `Operation` is the protocol for user-defined operations.
+    # Operations of the program derive from the protocol `Operation`, so this class does not count as Grain's.
     return cls.__module__.startswith("grain.") and cls.__name__ != "Operation"

@@ -6,11 +6,11 @@ exists. The steps that share a prefix form a *series*: a manager uses the series
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
 - within a series, it is the highest step, because clocks differ and jump;
-- across series, it is the most recently committed of these steps, because series number their steps independently.
+- across series, it is the most recently committed of the highest steps, because series number steps independently.
 
-Another program, such as an evaluator, may add metrics to a step during the run. Each call adds a file
-``metrics/<step>.<token>.json`` to the directory, and does not change files of the run. The file identifies the
-checkpoint, not just the step: if the run goes back and saves the step again, metrics of the old checkpoint are ignored.
+Another program, such as an evaluator, may add metrics to a step during the run. It does not change files of the run,
+but adds a file ``metrics/<step>.<token>.json`` to the directory each time. The file identifies the checkpoint, not just
+the step: if the run goes back and saves the step again, metrics of the old checkpoint are ignored.
 Functions that read the steps of a directory merge these metrics into the commit records.
 """
 
@@ -98,7 +98,7 @@ class LateMetrics:
         folder = self._directory / LATE
         contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
-            if content is not None:  # otherwise, the file may be readable at the next call
+            if content is not None:  # an unreadable file is read again at the next call
                 self._files.setdefault(_folder(name), {})[name] = content
         return {_folder(name) for name in unread}
 
@@ -184,7 +184,7 @@ def _read(file: Location) -> Added | None:
 S = TypeVar("S")
 T = TypeVar("T")
 
-RECORD_LIMIT = 256 << 20  # size limit in bytes; large enough because a record lists files, not leaves
+RECORD_LIMIT = 256 << 20  # size limit in bytes of a commit record, which is small because it lists files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
@@ -203,7 +203,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often to read data before treating it as damaged, because a network may corrupt a response."""
+    """Return how many times to read data before treating it as damaged: a network may corrupt a response."""
     return 3 if location.is_remote else 1
 
 
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield the step folders, committed or not. Leading zeros require the run's marker file or ``padded``."""
+    """Yield the step folders, committed or not; zero-padded names only if ``padded`` or with the run's marker file."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -348,7 +348,7 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the committed steps of a series, or of all series if None. ``late`` caches the metrics added to steps."""
+    """Return the committed steps of a series (all series if None). ``late`` caches the metrics added to steps."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step, as this module defines it, or None. If ``whole``, damaged steps are never the newest."""
+    """Return the newest step, as defined at the top of this module, or None. If ``whole``, ignore damaged steps."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)
@@ -408,7 +408,7 @@ LEFT_BEHIND = "holdfast.left_behind"  # metadata key for the [number, time] of e
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
-    """Return the number and time of each step that a run abandoned by going back. They never count as newest."""
+    """Return the number and time of each step that a run abandoned by going back; such a step is never the newest."""
     lists = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
     return [pair for listed in lists if isinstance(listed, list) for pair in listed]
 
@@ -418,7 +418,7 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read a folder's commit record, or None if there is none. A record that is listed but missing is damaged."""
+    """Return a folder's commit record, or None if there is none. A listed but missing record counts as damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
@@ -466,7 +466,7 @@ def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> i
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path, record and directory entry of each file in a commit record. Missing files have no entry."""
+    """Return the path, record and directory entry of each file in a commit record; a missing file's entry is None."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths

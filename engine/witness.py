@@ -1,9 +1,9 @@
 """The witness: records of the steps after a save, for comparison with the steps that a resumed run repeats.
 
 If the batch, random generators, metrics, state and counters agree, the resume is exact, regardless of the program's
-objects. A record is taken at the save itself (k = 0), at reports 1, 2, 4, 8, ... after it, and at the next save.
-Records are stored in ``witness.jsonl`` in the step's folder, and this file is not listed in the commit record. It is
-not an error if the file is missing or damaged, or was written by another version.
+other objects. A record is taken at the save itself (k = 0), at the 1st, 2nd, 4th, 8th, ... step report after it, and at
+the next save. Records are stored in ``witness.jsonl`` in the step's folder. The commit record does not list this file,
+which may be missing, damaged or written by another version without causing an error.
 
 The layers ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and ``counters`` decide
 whether a resume is exact. Opaque positions and the structure and attributes of objects only help explain a difference.
@@ -32,15 +32,15 @@ from .pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of, loaded
 from .storage import Location, append_line
 
 VERSION = 2
-LIMIT = 64 << 10  # size limit in bytes of a file
+LIMIT = 64 << 10  # size limit in bytes of a witness file
 _LEAVES = 128
-_GRADIENTS = 4  # number of gradients to record; a few are enough, because accumulation affects all of them
+_GRADIENTS = 4  # number of gradients to record; a few are enough, because lost accumulation changes all gradients
 _NUMBERS = 768  # number of elements whose values are recorded to measure differences
-_FULL = 32 << 20  # maximum size in bytes of the leaves that are summed in full
+_FULL = 32 << 20  # maximum total size in bytes of the leaves that are summed in full
 # Metrics whose names contain these words measure the machine, not the run.
 _TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
 _TIMES |= {"speed", "fps", "throughput", "memory"}
-_LOSS, _UPDATE = 1e-4, 1e-2  # maximum relative differences that rounding on another processor can cause
+_LOSS, _UPDATE = 1e-4, 1e-2  # maximum relative differences of metrics and updates due to rounding on another processor
 _SHOWN = 3
 
 
@@ -78,7 +78,7 @@ class Recorder:
         """Begin the record of a step (k = 0 for a save). Reuse the samples of ``same``, a record of the same step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
-        # The first steps of a run create leaves, such as optimizer state; later steps rarely do.
+        # Choose leaves again: the first steps of a run create new ones, such as optimizer state; later steps rarely do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
@@ -151,7 +151,7 @@ class RecordFile:
         self._known = {0, *records.by_k}  # k of each record that was added or read
 
     def add(self, pending: Pending) -> None:
-        """Add the record of a later step, and write all records that are ready if the file is local."""
+        """Add the record of a later step; if the file is local, write all records that are ready."""
         with self._lock:
             if pending.record["k"] not in self._known:
                 self._known.add(pending.record["k"])
@@ -227,7 +227,7 @@ class Records:
 
     names: tuple[str, ...] = ()  # names of the sampled leaves
     total: int = 0  # number of leaves in the state
-    by_k: Mapping[int, Record] = field(default_factory=dict)  # by number of reports since the save
+    by_k: Mapping[int, Record] = field(default_factory=dict)  # records by number of step reports after the save
     why: str = ""  # reason why there are no records
     key: Mapping[str, Any] = field(default_factory=dict)  # values that must be equal in the resumed run
     lines: tuple[str, ...] = ()

@@ -42,11 +42,11 @@ class ChunkDecoder:
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # True for one chunk whose stored size is known
+        self.lone = self.spec.chunks == 1 and not self.compressed  # True if there is one chunk of known stored size
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # True if the array is a view of the buffer into which its single chunk is read (zero-copy).
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
-        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if such arrays are decoded in batches
+        self.small = is_one_chunk and self.spec.chunk_nbytes <= _SMALL  # True if the array can be decoded in a batch
         self.key = b"/c" + b"/0" * len(metadata.shape)  # the key of the only chunk is the array's name plus this suffix
 
     def length_problem(self, length: int) -> str:
@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a chunk; return its values and an error message or "". ``indexed`` is the indexed checksum or -1."""
+        """Verify a chunk; return its values and an error message or "". ``indexed`` is the index's checksum or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -91,9 +91,9 @@ class OutputBox(NamedTuple):
 
 
 class Assembly:
-    """Assembles the requested arrays while threads read their chunks. Without ``keep``, it only verifies them."""
+    """Assembles the requested arrays while threads read their chunks. Without ``keep``, only verifies the chunks."""
 
-    # Memory for an array is allocated only once its first chunk has been verified, in case the metadata is forged.
+    # Memory for an array is allocated only once its first chunk has been verified: forged metadata may claim any size.
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Assembly:
             else:
                 self._boxes[array] = [OutputBox(count + position, box) for position, box in enumerate(wanted)]
                 count += len(wanted)
-        self.are_whole = np.ones(len(metadata), bool)  # True for each array that is requested whole
+        self.are_whole = np.ones(len(metadata), bool)  # True for each array that is requested in full
         self.are_whole[list(self._boxes)] = False
         self._small = self.column(lambda decoder: decoder.small, bool) & self.are_whole
         self._arrays: list[NDArray[Any] | None] = [None] * count
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return memory into which a chunk can be read directly, or None if it is not contiguous or not allocated."""
+        """Return the memory into which a chunk can be read directly; None if it is not contiguous or not allocated."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the assembled arrays or boxes, and allocate those without chunks. No array may be damaged."""
+        """Allocate arrays or boxes that have no chunks, and return all arrays or boxes. No array may be damaged."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):

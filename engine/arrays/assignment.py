@@ -86,7 +86,7 @@ def write_assignment(catalog: Catalog, processes: int, by_process_0: int = _BY_P
             by_process_0 -= spec.nbytes * len(numbers)
         if parts is None and (not spec.shape or (encoding.is_tensor and by_process_0 >= 0)):
             # Scalars such as the current time, and buffers such as the averages of batch normalization, may differ
-            # between processes. Process 0 writes them, because DistributedDataParallel uses its buffers everywhere.
+            # between processes. Process 0 writes them, because DistributedDataParallel uses the buffers of process 0.
             replicas = ReplicaGroups(((0,),), np.zeros(spec.chunks, np.int32))
         elif parts is not None and spec.chunks:
             try:
@@ -174,8 +174,8 @@ class ChunkAssignment:
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
         """Return the ideal number of bytes for each holder in each group, as if chunks could be split at any byte."""
-        # Groups can overlap, like the rows and columns of a mesh. In each round, every group in turn assigns its bytes
-        # to its least loaded holders. This converges to the most even distribution.
+        # Groups can overlap, like the rows and columns of a mesh. In each round, one group after the other assigns its
+        # bytes to its least loaded holders. This converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):

@@ -111,7 +111,7 @@ class ArrayDatabase:
         return list(map(decoded.__getitem__, texts))
 
     def _entries(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
-        """Return the index entries in the given key ranges. Of a large index, read only the nodes that overlap them."""
+        """Return the index entries in the given key ranges. If the index is large, read only nodes in these ranges."""
         record = self._record(INDEX)
         if self._complete or not count:
             return self._index.entries

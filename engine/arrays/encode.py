@@ -28,7 +28,7 @@ _STEP = 1 << 20  # bytes of small chunks to join into one piece
 _PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
 _SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
 _FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
-_FILES = 2  # number of these files that are compressed or written, and held in memory, at a time
+_FILES = 2  # number of data files of compressed chunks to prepare, hold in memory and write at a time
 _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16
@@ -88,7 +88,7 @@ def segment_parts(
 
 
 def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list[bytes]:
-    """Return the bytes of small chunks, with a fast path for single-chunk arrays, of which there may be thousands."""
+    """Return the bytes of small chunks, with a fast path for single-chunk arrays, because there may be thousands."""
     contents = []
     specs, dtypes, pieces = sources.specs, sources.dtypes, sources.pieces
     for array, number in zip(arrays.tolist(), numbers.tolist(), strict=True):
@@ -129,7 +129,7 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return the bytes of a chunk. At the end of an axis, they may lack the padding of a full chunk."""
+    """Return the bytes of a chunk; a chunk at the end of an axis may lack the padding to full size."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 

@@ -104,7 +104,7 @@ class ThreadBuffer(Buffer, threading.local):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReader:
-    """Reads extents and passes them to ``use``, or receives them directly in ``destinations``."""
+    """Reads extents and passes them to ``use``, or reads them directly into memory from ``destinations``."""
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
@@ -134,7 +134,7 @@ class ChunkReader:
         return extent.length
 
     def _receive(self, extent: Extent) -> bool:
-        """Receive a single-chunk extent directly in its destination; return True if that was possible."""
+        """Read an extent of one chunk directly into its destination; return True if that was possible."""
         if self.destinations is None or extent.stop - extent.first > 1 or extent.kept:
             return False
         if (values := self.destinations.find(extent.first)) is None:
@@ -164,7 +164,7 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into extents that are read at once. Buffers that views keep alive waste little memory."""
+    """Group sorted chunks into extents to read at once, wasting little memory in buffers that views keep alive."""
     current: Extent | None = None
     kept = 0  # bytes of kept chunks in the current extent
     for run in _runs(chunks, gap):

@@ -1,4 +1,4 @@
-"""Encodes and merges fragments, which list the chunks that each process has written and their locations.
+"""Encodes and merges fragments. A fragment lists the chunks that one process has written, with their locations.
 
 Process 0 merges the fragments of all processes into one index, after checking that all describe the same tree and that
 no chunk is missing or was written twice.
@@ -26,7 +26,7 @@ from .plan import Catalog
 
 _VERSION = 5
 _DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
-_LIMIT = 8 << 30  # bytes
+_LIMIT = 8 << 30  # maximum size of a decompressed fragment in bytes
 
 
 class Fragment(NamedTuple):
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return an error that lists the leaves in which a process differs from process 0, given the lines of both."""
+    """Return an error that lists the leaves that differ between a process and process 0, given both descriptions."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and a dict from leaf name to mismatch."""
+    """Return the containers and leaf templates of a resumed state, and descriptions of mismatches by leaf name."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -191,7 +191,7 @@ def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Return the elements that an index selects from each array, reading only the chunks that contain them."""
+    """Return the elements of each array that its index selects, reading only the chunks that contain them."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -304,7 +304,7 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# Arguments of `materialize`: arrays read whole, and the partition and parts of every other array, keyed by leaf index.
+# Arguments of `materialize`: complete arrays, and the partition and parts of every other array, keyed by leaf index.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
@@ -385,7 +385,7 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # A run contains all selected indices of an axis or only one, so every chunk that a box overlaps is needed.
+        # A run contains all selected indices of an axis or a single one, so every chunk that a box overlaps is needed.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))

@@ -4,8 +4,8 @@ The plan depends only on names, shapes, dtypes and shardings, so every process c
 array values, and neither reads nor writes files.
 
 Chunks are stored consecutively, each followed by its checksum. Each chunk starts on a cache line, so an array can be a
-view of a file that was mapped or read directly. Runs of whole chunks form segments, which are page-aligned, as direct
-I/O requires; each segment is written by one thread.
+view of a file that was mapped or read directly. Runs of complete chunks form segments, which are page-aligned for
+direct I/O; each segment is written by one thread.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ArrayEncoding(NamedTuple):
     # The parts of the stored array and the processes that hold them; None if every process holds the whole array.
     parts: Sequence[Part] | None
     is_tensor: bool  # whether the leaf is a torch tensor
-    text: str  # the facts above as text, for errors and for comparing processes
+    text: str  # a description of the encoding, for errors and for comparing processes
 
 
 class Catalog:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class TreeReader(TreeSource):
     """A pytree item written by holdfast, opened for reading."""
 
-    files: Mapping[str, FileRecord]  # the files in its folder, as listed in the commit record
+    files: Mapping[str, FileRecord]  # the files in the tree's folder, as listed in the commit record
     numbers: Sequence[int]  # the position of each leaf in the saved tree
 
     def __init__(
@@ -56,7 +56,7 @@ class TreeReader(TreeSource):
         aggregate: AggregateHandler | None = None,
         select: Patterns | None = None,
     ) -> None:
-        """Open a tree. If ``select`` is given, open only the leaves that match these patterns."""
+        """Open a tree. With ``select``, open only the leaves that match these patterns."""
         location, files = open_folder(location, files)
         self.location = location
         self.files = files or {}

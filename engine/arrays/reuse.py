@@ -50,7 +50,7 @@ _PATIENCE = 2  # a chunk is compared less often once its sample has missed this 
 _LONGEST_REST = 64  # longest pause between comparisons, in saves
 _REMEMBERED = 64  # number of recent steps whose files are remembered
 
-# Errors that affect only one file, because it is missing, has changed, or has reached its link limit.
+# Error numbers of problems with a single file: it is missing, has changed, or has reached its link limit.
 _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
 
 
@@ -295,7 +295,7 @@ class WrittenSteps:
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Refresh the recorded change times of shared files after the block has removed some of their names."""
+        """Refresh the recorded change times of shared files after the block has removed some of their hard links."""
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.names_removed())

@@ -37,7 +37,7 @@ _logger = logging.getLogger("holdfast")
 _ROUND = 64 << 20  # bytes that a process receives per all-gather
 _FEW_BYTES = 64 << 20  # bytes; below this, sharing is not worth connecting the processes
 _TOO_OFTEN = 1.5  # an array is shared only if each chunk is needed by more than this many processes on average
-_MOST_CHUNKS = 4096  # maximum number of chunks per array, because each chunk costs time in Python
+_MOST_CHUNKS = 4096  # maximum number of chunks per array; each chunk costs time in Python
 _WORD = 8  # bytes; the size of an all-gather is a multiple of this
 
 
@@ -116,7 +116,7 @@ class ReadPlan:
 
 
 def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
-    """Return an array's teams, each chunk's team, and the number of chunk reads saved; None if it is not shared."""
+    """Return an array's teams, each chunk's team, and the number of chunk reads saved; None for an unshared array."""
     everyone: Teams = (tuple(range(processes)),)
     count = wanted.chunks
     if count == 0 or wanted.itemsize == 0:
@@ -199,7 +199,7 @@ class SharedReads:
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
         parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes need; None for the whole leaf
-        boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; all other leaves are read whole
+        boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; all other leaves are read in full
     ) -> dict[int, list[NDArray[Any]]]:
         """Read the arrays that several processes need, each chunk once; return their boxes, keyed by leaf index."""
         # If this process finds damaged data, the others wait until it calls `leave` or `fail`.
@@ -279,7 +279,7 @@ class SharedReads:
         except Exception as error:
             problem = f"process {self._rendezvous.index}: {type(error).__name__}: {error}"
         if (problem := self._together("connect", problem, _any)) is not None:
-            # A restore must not fail only because the network does not support collective operations.
+            # A restore must not fail just because the network does not support collective operations.
             _logger.warning(
                 "each process reads all that it restores, because processes cannot pass on arrays: %s", problem
             )

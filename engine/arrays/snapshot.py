@@ -1,4 +1,4 @@
-"""Copies arrays that the training loop will change into a buffer that later saves reuse.
+"""Takes snapshots: copies the arrays that the training loop may modify to a buffer that later saves reuse.
 
 The trees that a run saves have the same structure. `KnownTree` caches everything that depends only on the structure,
 so from the second save on, the loop waits only for the copy and for a comparison of containers and leaf metadata.

@@ -126,7 +126,7 @@ class TreeSource(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far, including gaps between chunks; 0 for formats that are read by another library."""
+        """Number of bytes read so far, including gaps between chunks; 0 for formats read by another library."""
         return 0
 
     @property
@@ -260,7 +260,7 @@ class AggregateHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, leaves: Mapping[str, NDArray[Any]]) -> bytes:
-        """Return the contents of the file.
+        """Encode leaves as the contents of the file.
 
         Args:
             leaves: Host arrays, keyed by leaf name; Python numbers are 0-d arrays.
@@ -318,7 +318,7 @@ def aggregate_details(array: NDArray[Any], handler: AggregateHandler) -> dict[st
 
 
 def aggregated_array(array: NDArray[Any], details: Mapping[str, Any]) -> NDArray[Any]:
-    """Check an array from an aggregate file against ``tree.json``, and return it with the dtype given there."""
+    """Check an array from an aggregate file against ``tree.json``, and return it with the dtype listed there."""
     try:
         storage_dtype(array.dtype)
     except (TypeError, AttributeError) as error:

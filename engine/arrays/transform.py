@@ -1,7 +1,7 @@
 """Load a saved tree into a different structure, reading only the leaves that are needed.
 
-A saved leaf that becomes exactly one new leaf, without changes, is read by `load_tree`. Functions of the whole tree
-receive lazy containers, which read a leaf when it is indexed.
+A saved leaf that becomes exactly one new leaf, without changes, is read by `load_tree`. Functions that take the
+whole tree receive it as lazy containers, which read a leaf when it is indexed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LeafCache:
         self._arrays: dict[int, NDArray[Any] | None] = {}
 
     def tree(self) -> Any:
-        """Return the saved tree as lazy containers, which read a leaf when it is indexed; a bare leaf is read now."""
+        """Return the tree as lazy containers, which read a leaf when it is indexed. If the tree is a leaf, read it."""
         structure = self._source.tree.structure
         return self.values([0])[0] if structure is None else _lazy(self, structure, 0)
 

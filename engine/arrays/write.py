@@ -63,7 +63,7 @@ class HostTree:
 
 
 class TreePlan:
-    """Results that depend only on the structure of a tree, reused by later saves of trees with the same structure."""
+    """Caches results that depend only on a tree's structure, for later saves of trees with the same structure."""
 
     def __init__(self) -> None:
         self.catalog: Catalog | None = None
@@ -299,7 +299,7 @@ def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> l
         leaf = leaves[position]
         if not isinstance(leaf, ArrayLeaf) or not leaf.volatile or not leaf.shape:
             continue
-        # Leaves that are stored as bytes are kept whole, because their chunks have one more axis.
+        # Leaves that are stored as bytes are not reduced, because their chunks have one more axis.
         if len(written) < encoding.spec.chunks and encoding.stored.extra is None:
             boxes = list(_boxes(encoding.spec, written))
             needed[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])

@@ -241,7 +241,7 @@ _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for elemen
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of the finite elements of a leaf. They are None if the leaf has no finite elements."""
+    """Statistics of a leaf's finite elements, each None if there are none, and counts of the non-finite elements."""
 
     item: str  # name of the leaf's item
     path: str  # path in the tree

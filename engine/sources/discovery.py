@@ -101,9 +101,9 @@ class _Entry(NamedTuple):
     """A row in the table of formats."""
 
     module: str  # name of the module in ``integrations/formats``
-    inside: tuple[str, ...] = ()  # patterns for names in a directory that may be a checkpoint
-    files: tuple[str, ...] = ()  # patterns for names of files that may be checkpoints
-    steps: tuple[str, ...] = ()  # patterns for names in a directory that may be a run with steps
+    inside: tuple[str, ...] = ()  # name patterns: a directory that contains a match may be a checkpoint
+    files: tuple[str, ...] = ()  # name patterns: a file that matches may be a checkpoint
+    steps: tuple[str, ...] = ()  # name patterns: a directory that contains a match may be a run with steps
     function: str = "recognise"
 
 
@@ -154,7 +154,7 @@ def _module(entry: _Entry) -> ModuleType:
 
 
 def find_steps(location: Location) -> FoundSteps:
-    """Return the steps that holdfast wrote to a directory or, if there are none, those of another library."""
+    """Return the steps that holdfast wrote to a directory or, if there are none, the steps of another library."""
     if location.exists() and not location.is_directory():
         with location.open_data() as file:
             content = left_by_download(file) or "a file in no supported format; checkpoints are directories"
@@ -191,7 +191,7 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # Checkpoints from hf.save have no reason, and those from Checkpoint.save are pinned. Neither kind belongs to a run.
+    # Checkpoints from hf.save have no reason, and Checkpoint.save pins its checkpoints. Neither kind belongs to a run.
     steps = [
         entry
         for entry in all_steps.entries

@@ -16,7 +16,7 @@ _JSON_LIMIT = 512 << 20  # maximum size of a JSON file in bytes
 
 
 def read_json(location: Location, content: bytes | None = None) -> Any:
-    """Parse a JSON file. Read it only if its contents are not given."""
+    """Parse a JSON file, or its ``content`` if it has already been read."""
     content = read_checked(location, None, limit=_JSON_LIMIT) if content is None else content
     try:
         return json.loads(content.decode("utf-8"))
@@ -27,7 +27,7 @@ def read_json(location: Location, content: bytes | None = None) -> Any:
 
 
 def read_object(location: Location, content: bytes | None = None) -> dict[str, Any]:
-    """Parse a JSON file that must contain an object. Read it only if its contents are not given."""
+    """Parse a JSON file that must contain an object, or its ``content`` if it has already been read."""
     document = read_json(location, content)
     if not isinstance(document, dict):
         raise DamagedCheckpointError(f"{location} is damaged: expected a JSON object, found {type(document).__name__}")

@@ -48,7 +48,7 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder and files of an item; the most recent item is cached, possibly with its zip file."""
+        """Return the folder and files of an item; the most recent item is cached, including its unpacked zip file."""
         if self._opened is None or self._opened[0] != item:
             self._opened = None
             saved = self.parts[item]
@@ -89,7 +89,7 @@ class NativeCheckpoint(CheckpointSource):
 
 
 def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
-    """Yield the name and tree of an item, followed by the names and trees of its processes, if any."""
+    """Yield the name and tree of an item, followed by the name and tree of each per-process part, if any."""
     tree = checkpoint.tree(name)
     yield name, tree
     for process, share in enumerate(own_shares(checkpoint.files(name) or {})):
@@ -108,7 +108,7 @@ def leaf_path(item: str, name: str) -> str:
 
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
-    """Open and read the checkpoint that a path refers to, retrying if it is replaced or a symlink is changed."""
+    """Open and read the checkpoint that a path refers to, retrying if the checkpoint or a symlink to it is replaced."""
 
     def look() -> CheckpointSource:
         if step is None:
@@ -145,11 +145,11 @@ def open_at(location: Location) -> CheckpointSource:
     """Open the checkpoint at a location returned by :func:`find_checkpoint`."""
     if has_record(location):
         return NativeCheckpoint(location)
-    return recognise(location) or NativeCheckpoint(location)  # raises an error about the missing record
+    return recognise(location) or NativeCheckpoint(location)  # the latter raises an error about the missing record
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Divide the progress of a call that reads checkpoints: yield a share for each one, proportional to its size."""
+    """Divide a call's progress among the checkpoints to read: yield a share for each, proportional to its size."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
@@ -166,7 +166,7 @@ def _nbytes(entry: StepEntry) -> int:
 
 
 def described_steps(location: Location) -> FoundSteps:
-    """Return another library's steps, each with a commit record for a manager. For a holdfast run, return no steps."""
+    """Return another library's steps, with commit records that managers can use; return no steps for a holdfast run."""
     steps = find_steps(location)
     if steps.is_native:
         return FoundSteps()

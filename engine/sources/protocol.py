@@ -20,7 +20,7 @@ _logger = logging.getLogger("holdfast")
 
 TREE = "pytree"  # kind of items that are trees of arrays
 JSON = "json"  # kind of items that are JSON documents
-METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics; they are read only if named
+METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics and are read only if the caller names them
 
 
 class CheckpointSource(Protocol):

@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build a tree document from leaf numbers and empty containers; also return the leaf numbers in tree order."""
+    """Build a tree document from paths and leaf numbers or empty containers; also return leaf numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -94,7 +94,7 @@ OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the given leaves and without the containers that they leave empty."""
+    """Return a tree without the leaves in ``left_out`` and without the containers that this leaves empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
@@ -270,7 +270,7 @@ class StoredArray:
 
 
 class Unreadable:
-    """A leaf that is listed but not read, because this would require running code from the file."""
+    """A leaf that is listed but not read, because reading it would require running code from the file."""
 
     __slots__ = ("what",)
 

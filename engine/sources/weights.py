@@ -126,7 +126,7 @@ def load_fitting(
     """Load the saved leaves that fit the leaves of a template; all other leaves keep the template's values.
 
     ``pairs`` lists the names of corresponding leaves in the checkpoint and the template. Differences are added to
-    ``misfits``. Return the whole tree and the leaves that were read; raise TreeMismatchError if no leaf fits.
+    ``misfits``. Return the complete tree and the leaves that were read; raise TreeMismatchError if no leaf fits.
     """
     leaves = {leaf.name: leaf for leaf in source.leaves}
     templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
