@@ -1,7 +1,7 @@
-"""Restores the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
+"""Restore the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
-All iterators that such a dataset creates in an epoch start from the state that it loaded last. A resume therefore loads
-a state that only the next iterator uses. A dataset is recognised by its class name, without importing ``datasets``.
+Within an epoch, every iterator of a dataset starts from the state that was loaded last. A resume therefore loads a
+state that only the next iterator uses. A dataset is recognized by its class name, without importing ``datasets``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def as_start(source: Any, state: Any) -> Any:
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):
-        dataset.set_epoch(epoch)  # the dataset ignores a position in another epoch
+        dataset.set_epoch(epoch)  # otherwise, the dataset would ignore a position from another epoch
     if dataset is source:
         return _Start(state)
     if source.num_workers:
@@ -45,7 +45,7 @@ def as_start(source: Any, state: Any) -> Any:
 
 
 def check_stream(name: str, source: Any) -> None:
-    """Warn about examples that a Hugging Face dataset state omits; raise OptionError if its version is unsupported."""
+    """Warn if a Hugging Face dataset cannot resume exactly; raise OptionError for unsupported ``datasets`` versions."""
     if (dataset := _streamed(source)) is None:
         return
     version = getattr(sys.modules.get("datasets"), "__version__", "unknown")
@@ -71,14 +71,14 @@ def check_stream(name: str, source: Any) -> None:
 
 
 def _streamed(source: Any) -> Any | None:
-    """Return the source or a torchdata loader's dataset if it is a Hugging Face iterable dataset, or None otherwise."""
+    """Return the Hugging Face iterable dataset that is the source itself or a torchdata loader's dataset, or None."""
     dataset = source.dataset if is_torchdata_loader(source) else source
     is_stream = derives(dataset, "IterableDataset", "datasets.") and hasattr(dataset, "state_dict")
     return dataset if is_stream else None
 
 
 def _epochs_of(state: Any) -> Iterator[int]:
-    """Yield the epoch in a dataset state, or the equal epochs in the states of a loader's workers."""
+    """Yield the epoch in a dataset state or, for a loader, the epoch in each worker's state (all are equal)."""
     if isinstance(state, dict):
         if state.keys() == {_STREAM, "epoch"}:
             yield state["epoch"]

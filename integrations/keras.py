@@ -20,7 +20,7 @@ except ImportError:  # the documentation is built without Keras
 
 __all__ = ["CheckpointCallback"]
 
-_POSITION = "position"  # extra with the numbers of finished epochs and of batches in the current epoch
+_POSITION = "position"  # extra that counts the finished epochs and the batches of the current epoch
 
 logger = logging.getLogger("holdfast")
 
@@ -42,8 +42,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     Args:
         directory: The checkpoint directory, as a path or URL.
-        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value. None does not save at
-            the ends of epochs, and leaves it to other options to determine when to save.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value. If None, the ends of
+            epochs do not trigger saves, and only the other options determine when to save.
         extras: Further values and objects to save and restore, by name, such as a data generator that has ``get_state``
             and ``set_state``. All extras of ``holdfast.CheckpointCallback`` are supported.
         **options: All other options of ``holdfast.CheckpointCallback``.
@@ -143,7 +143,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the last batch of an epoch, after its validation."""
-        if self._waiting is None:  # the batch was reported, and that report stopped the run
+        if self._waiting is None:  # the batch has already been reported, which stopped the run
             return
         batch, self._waiting = self._waiting[0], None
         self.model.reset_metrics()  # as Keras does at the start of the next epoch, where a resume begins

@@ -91,7 +91,7 @@ class CallbackOptions(CheckpointOptions):
         return tuple(dict.fromkeys(_signal(name) for name in names))
 
     def manager_options(self) -> CheckpointManagerOptions:
-        """Return these options in the form that a :class:`~holdfast.CheckpointManager` takes."""
+        """Convert these options to the options of a :class:`~holdfast.CheckpointManager`."""
         names = {field.name for field in fields(self)} & {field.name for field in fields(CheckpointManagerOptions)}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return CheckpointManagerOptions(**given, **{} if has_triggers(self) else self.DEFAULT_TRIGGER)
@@ -99,7 +99,7 @@ class CallbackOptions(CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramOptions(CallbackOptions, ProgramPolicies):
-    """Options that can only be set in code, such as functions, further manager options and rules for a resume."""
+    """Options that can be set only in code, such as functions, further manager options and rules for resuming."""
 
     clock: Clock | None = None
     metadata: Mapping[str, Any] | None = None
@@ -120,7 +120,7 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
 
 
 def epoch_reason(every: int | None, finished: int | None) -> str | None:
-    """Return the reason to save after every ``every`` epochs, or None. ``finished`` is None within an epoch."""
+    """Return the reason to save at the end of every ``every``-th epoch, or None. Mid-epoch, ``finished`` is None."""
     if every is None or finished is None or finished % every:
         return None
     return "every epoch" if every == 1 else f"every {every} epochs"

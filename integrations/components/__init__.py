@@ -1,4 +1,4 @@
-"""Save trees of components to directories, restore trees or single components, and construct new ones."""
+"""Save component trees to directories, restore trees or single components, and construct them from checkpoints."""
 
 from __future__ import annotations
 

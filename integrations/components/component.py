@@ -116,7 +116,7 @@ class Checkpointable:
                 processes that have passed an equal file system.
 
         Returns:
-            The path or URL, which can be passed to the methods that restore.
+            The path or URL, to pass to ``restore_from_path`` or ``from_checkpoint``.
 
         Raises:
             UnsupportedLeafError: A state cannot be saved; the message names the value. Nothing was written.
@@ -160,7 +160,7 @@ class Checkpointable:
         Args:
             path: The directory of a component tree, or of a component in it.
             component: Restore only the component at this path in the program, such as ``"learner/p1"``. ``path`` must
-                then be the directory of the saved component, such as ``<tree>/learner/p0``, not that of the whole tree.
+                then be the directory of the saved component, such as ``<tree>/learner/p0``, not the tree's directory.
             keep: Path patterns such as ``"**/lr"``; matching values are left unchanged. The path of a value is the path
                 of its component followed by its path in the component, such as ``learner/optimizer/groups/0/lr``. A
                 pattern that matches nothing is an error.
@@ -206,7 +206,7 @@ class Checkpointable:
 
         Args:
             path: The directory of a component tree, or of a component in it.
-            trust: Import everything that the checkpoint names. Use only if you trust it like your own code.
+            trust: Import everything that the checkpoint names. Use only if you trust the checkpoint like your own code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
                 ``"mygame.*"``, in addition to any given to :func:`~holdfast.components.allow`. A pattern allows objects
                 that are defined in matching modules, but not objects that these modules import from elsewhere.
@@ -241,8 +241,8 @@ class Checkpointable:
         """Return a snapshot of the state; later changes do not affect it.
 
         Args:
-            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a
-                pattern such as ``"learner/*"``; None includes all. Parents of selected ones add only their own state.
+            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a pattern
+                such as ``"learner/*"``; None includes all. Parents of selected components add only their own state.
             not_components: The components to exclude; takes precedence over ``components``.
             **options: Arguments such as ``inference_only=True`` for components below that have their own ``get_state``;
                 each of these receives the arguments that it accepts.
@@ -274,7 +274,7 @@ class Checkpointable:
             state: The state to restore.
 
         Raises:
-            TreeMismatchError: A shape or dtype does not match, or nothing matches at all.
+            TreeMismatchError: A shape or dtype does not match, or no value in the state matches.
         """
         _give(live_tree(self), state)
 
@@ -330,7 +330,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the states of the components below, then the component's own, then those of newly created components."""
+    """Set the states of the child components, then the component's own, then the states of newly created children."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

@@ -63,7 +63,7 @@ class CtorArguments(Untracked):
         self.kwargs = {name: _kept(value) for name, value in kwargs.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CtorArguments)  # flax recompiles if static attributes differ
+        return isinstance(other, CtorArguments)  # always equal, because flax recompiles if static attributes differ
 
     def __hash__(self) -> int:
         return hash(CtorArguments)
@@ -71,7 +71,7 @@ class CtorArguments(Untracked):
 
 def _kept(value: Any, depth: int = 0) -> Any:
     """Copy plain containers, because the object may modify its arguments."""
-    if depth > _WRITTEN_DEPTH:  # too deep to be written
+    if depth > _WRITTEN_DEPTH:  # too deep to be encoded
         return value
     if type(value) is dict:
         return {key: _kept(item, depth + 1) for key, item in value.items()}
@@ -223,7 +223,7 @@ class Missing:
 
 
 class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
-    """Carries a constructor's error past the code that reports damaged checkpoints."""
+    """Wraps an error raised by a constructor, so that it is not reported as a damaged checkpoint."""
 
 
 def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
@@ -339,7 +339,7 @@ class SpecDecoder:
 
 
 def available(text: str) -> str:
-    """Return a torch device name unchanged if this machine has the device; otherwise, return an available one."""
+    """Return a torch device name unchanged if this machine has the device; otherwise, an available device."""
     device = text.partition(":")[0]
     if device not in _DEVICES:
         return text
@@ -397,7 +397,7 @@ def _numpy(name: Any, shape: Any, data: Any, *, limit: int | None = _ARRAY_LIMIT
 
 
 def _framework(name: str) -> Any:
-    """Import a module of an array library; the name never comes from a checkpoint."""
+    """Import a module of an array library. This is safe, because the name never comes from a checkpoint."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -26,8 +26,8 @@ from .saving import prepare
 class ComponentCheckpointHandler(PreparedCheckpointHandler):
     """Saves a component and all components below it, and restores a running component in place.
 
-    The item's folder is a component tree as written by ``save_to_path``. It can be passed to ``restore_from_path`` and
-    ``from_checkpoint``, and so can the directory of each component in it.
+    The item's folder is a component tree as written by ``save_to_path``. The folder, or the directory of any component
+    in it, can be passed to ``restore_from_path`` and ``from_checkpoint``.
 
     With several processes, a save writes the components of process 0, and all processes restore them.
 

@@ -59,8 +59,7 @@ class Description:
     obstacle: str = ""  # why the constructor arguments are unknown
     path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
-    # For components that are saved elsewhere in the tree: maps the relative path of each to the path from the root
-    # under which it is saved.
+    # For child components saved elsewhere in the tree: maps their relative paths here to their paths from the root.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
@@ -145,7 +144,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return a record for each component, keyed by path. Each record has items for the component and those below it."""
+    """Return a record for each component, keyed by path, with items for the component and all components below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():
@@ -220,7 +219,7 @@ class ComponentParts(CommitParts):
             directory = below(self.location, path)
             (directory / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(directory, part)  # also syncs the directory, which makes both names durable
+                write_record(directory, part)  # also syncs the directory, which makes both file names durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:

@@ -21,7 +21,7 @@ _DEPTH = 8  # maximum depth to which containers are searched for components
 
 @dataclass(slots=True, eq=False)
 class LiveComponent(Part):
-    """A live component; a walk visits its attributes and the components that it names."""
+    """A component of the running program; a walk visits its attributes and the components that it names."""
 
     path: Path  # path from the root
     name: str = ""  # name within the component above; empty for the root
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # a bare object, which has no name of its own
+            return {STATE: value}  # a bare object, which has no attribute name
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -68,7 +68,7 @@ class LiveComponent(Part):
         for path, other in self.named():
             if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
-            elif not other.is_whole:  # the walk finds whole objects in their container
+            elif not other.is_whole:  # skip whole objects, which a walk reaches through their container
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**held, **named.added}
 
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components named by this one, with relative paths; components located elsewhere come last."""
+        """Return each component that this one names, with its relative path; components located elsewhere come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -141,7 +141,7 @@ def modules_of(root: Any) -> dict[str, Any]:
 
 
 def refreshed(old: LiveComponent) -> LiveComponent:
-    """Build the tree of a component again, because the components below it may have changed."""
+    """Rebuild the tree of a component whose child components may have changed."""
     root = live_tree(old.root.value, old.root.path, old.root.name)
     same = next((other for other in root.walk() if other.value is old.value), None)
     return live_tree(old.value, old.path, old.name, root) if same is None or same.path != old.path else same

@@ -17,7 +17,7 @@ STATE = "state"  # name of a component's state folder, and of the root's item in
 
 _STATE_ESCAPED = escape_first(STATE)  # the path segment for a component named ``state``
 
-# Component paths, or patterns such as ``"learner/*"``; both also select all components below the matching ones.
+# Component paths, or patterns such as ``"learner/*"``; both also select all components below the matches.
 Names = str | Collection[str]
 
 
@@ -73,17 +73,17 @@ class Selection:
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
     def has(self, path: Path) -> bool:
-        """True if a component, or one above it, is selected."""
+        """True if a component, or one above it, is selected and none of them is excluded."""
         above = {path[:length] for length in range(1, len(path) + 1)}
         return not above & self._out and (self._in is None or bool(above & self._in))
 
     def leads_to(self, path: Path) -> bool:
-        """True if a component is selected or is above a selected one."""
+        """True if a component is selected or has a selected component below it."""
         excluded = any(path[:length] in self._out for length in range(1, len(path) + 1))
         return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return the relative paths of selected components below a path (None for all), and of excluded ones."""
+        """Return the relative paths of selected components below a path (None for all) and of excluded components."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 

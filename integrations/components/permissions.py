@@ -63,7 +63,7 @@ def _add(target: Any, allowed: dict[str, Any], patterns: list[str], option: str)
 
 
 def rename(old: str, new: Any) -> None:
-    """Declare the class or function that a name in older checkpoints now refers to.
+    """Map the import path of a class or function in older checkpoints to its current definition.
 
     Args:
         old: The import path in the checkpoints, such as ``"game.policies:Net"``.
@@ -141,7 +141,7 @@ class Permissions:
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
     def _defined_at(self, target: Any, path: str, where: str) -> Any:
-        """Return an object that a pattern allows; raise NotAllowedError if the path only imports it from elsewhere."""
+        """Return ``target`` if the path where it is defined is allowed; otherwise, raise NotAllowedError."""
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         home = f"{module}:{name}" if isinstance(module, str) and isinstance(name, str) else None
         if home is not None and (self._matches(home) or self._allowed.get(home) is target):

@@ -79,8 +79,8 @@ class NativeComponent:
 
     def state(self, component: Any = None) -> Any:
         """Read the component's own state; raise DamagedCheckpointError if it fails verification."""
-        # Arrays are loaded with the libraries that they were saved from. Named tuples and dataclasses become
-        # dictionaries, unless their classes can be found through `component`, the program's counterpart.
+        # Each array is loaded with the library that it was saved from. Named tuples and dataclasses become
+        # dictionaries, unless their classes can be found through `component`, the counterpart in the program.
         with collection_paused():
             reader = self._reader()
             libraries = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
@@ -238,7 +238,7 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at a path relative to ``saved``, or None; shared components are found under all paths."""
+    """Return the component at a path relative to ``saved``, or None. A shared component has several valid paths."""
     if not path:
         return saved
     for name, child in saved.children.items():
@@ -263,7 +263,7 @@ def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda pa
 
 # ---- named tuples and dataclasses in a state are restored as objects of the program's own classes
 
-# A checkpoint names the classes of these objects, but that never causes an import or a call.
+# A checkpoint names the classes of these objects, but their names never cause an import or a call.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses registered with JAX are nodes.
 
 

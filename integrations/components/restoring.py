@@ -94,7 +94,7 @@ class TreeRestore:
         return origins
 
     def _missing(self) -> list[str]:
-        """Return the paths in the program of components that are missing from the checkpoint."""
+        """Return the paths of components in the program that are missing from the checkpoint."""
         here = list(self.target.walk())
         within = {component.path for component in here}
         every = [(component.path, component.path) for component in here]
@@ -126,7 +126,7 @@ class TreeRestore:
         """Restore all components, including those that are created during the restore."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # the last component is never undone, because nothing can fail after it
+            if not self.fresh:  # the last component needs no snapshot, because nothing can fail after its restore
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
@@ -183,11 +183,11 @@ class TreeRestore:
                 continue
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
-            except Exception:  # the caller must get the original error of the restore
+            except Exception:  # only logged, so that the caller gets the original error
                 _logger.warning("%s: its state could not be reverted", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """For parameters that did not fit, remove the restored optimizer values throughout the tree."""
+        """Remove restored optimizer values for parameters that did not fit, throughout the tree."""
         fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)

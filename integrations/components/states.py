@@ -2,7 +2,7 @@
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
 the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. A torch
-optimizer's values are saved with it, under the paths of the parameters, even if other components hold the parameters.
+optimizer's values are saved with the optimizer, under the paths of its parameters, even if other components hold them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _AT_ONCE = 32  # maximum number of concurrent state requests to remote component
 
 
 class _GivenState(Location):
-    """The location shown in error messages for a state that the program passes."""
+    """The location that error messages show for a state passed by the program."""
 
     @property
     def url(self) -> str:
@@ -153,7 +153,7 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components that have no ``get_state`` of their own; raise UnsupportedLeafError if a save would."""
+    """Describe the components without their own ``get_state``; raise UnsupportedLeafError if they cannot be saved."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
@@ -290,7 +290,7 @@ def prepare_state(
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
-        # Earlier versions did not save optimizer values for parameters of some components.
+        # Earlier versions did not save optimizer values for parameters of some components; report them as missing.
         without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
         lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
         if unused and report.missing and not (report.restored or lost or fitting):

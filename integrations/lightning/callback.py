@@ -102,7 +102,7 @@ class CheckpointCallback(ResumingCallback):
         item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this value.
         save_on_exception: When training ends with an exception, save the state as of the last complete batch. A copy of
-            the whole state is kept in host memory and updated after every step. Supported only with one process.
+            the complete state is kept in host memory and updated after every step. Supported only with one process.
         export_best: The file to which the weights of the best checkpoint by ``best_fn`` are exported, such as
             ``best.safetensors``, or ``best.ckpt`` for Lightning's ``load_from_checkpoint``; relative to ``dirpath``.
         links: Maintain symlinks on local disks: ``last`` points to the newest checkpoint and, with ``best_fn``,
@@ -264,7 +264,7 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, which is that of a fresh callback for the same directory."""
+        """Return the attributes to pickle, as for a fresh callback with the same directory."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 

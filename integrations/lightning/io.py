@@ -120,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a holdfast checkpoint, applying the template to the entries in it; return None for other files."""
+        """Load a holdfast checkpoint, with entries restored to match the template; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint; rename its entries if the module's names differ, for example because it is compiled."""
+        """Load a checkpoint; rename its entries if the module's names differ, for example under ``torch.compile``."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -164,7 +164,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         self.store.at_teardown.close()
 
     # ---- wrappers of trainer and strategy methods, so that all processes save, delete, and load a step together
-    # Without them, Lightning would call the plugin in at most one process. Files are written in the background.
+    # Otherwise, Lightning would call the plugin in at most one process. Files are written in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None

@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of stateful loaders that have more than ``limit`` batches, the length of an epoch."""
+    """Return the class names of stateful loaders that have more batches than an epoch, whose length is ``limit``."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -237,7 +237,7 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     """Return the distinct generators of loaders and samplers, keyed by names such as ``0.sampler.generator``."""
-    # Stateful loaders restore their own generators. The exception is torchdata's loader, which draws worker seeds.
+    # Stateful loaders restore their own generators, except torchdata's loader, whose generator seeds the workers.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _stateful([loader]) or is_torchdata_loader(loader):

@@ -318,7 +318,7 @@ def has_done_all_batches(fit: Any) -> bool:
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run ends at this point, without logging a message as ``fit.done`` does."""
+    """Return whether the run ends at this point. Unlike ``fit.done``, this does not log a message."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)

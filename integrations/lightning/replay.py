@@ -3,8 +3,8 @@
 The order of batches in an epoch depends on the state of the random generators at four points: when the program creates
 the data loaders, when a loader creates its iterator (and seeds the workers, which start loading), at the first batch
 (when samplers without workers are seeded), and at each later batch, because the model draws from the same generators.
-To restore a stateless loader, a resumed run passes the first three points with the saved generator states and then
-draws the earlier batches again. A stateful loader restores itself.
+To restore a stateless loader, a resumed run sets the saved generator states at the first three points and then draws
+the earlier batches again. A stateful loader restores itself.
 
 :class:`EpochReplay` is a state machine. It either follows the run or holds a saved position, at the end of an epoch
 or within one, until the loops have returned to it. Lightning's loops produce these events, in this order:

@@ -104,7 +104,7 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError if drawing the batches again did not bring a replicated loader to its saved position."""
+    """Raise StateError if a replicated loader is not at its saved position after the batches were drawn again."""
     declared = saved.get("replicated", ())
     for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
         if index not in declared or same_state(state, before):

@@ -192,7 +192,7 @@ class StepWriter:
 
 
 class MetricsLedger:
-    """Records at which step each value appeared in ``trainer.callback_metrics``."""
+    """Records the step at which each value appeared in ``trainer.callback_metrics``."""
 
     # ``trainer.callback_metrics`` keeps the last value of every metric ever logged: 50 steps after validation, it still
     # contains ``val_loss``. A later checkpoint that was ranked by this stale value would look as good as the checkpoint

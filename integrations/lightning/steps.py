@@ -65,7 +65,7 @@ class Fit:
         trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        # If no optimizer is configured, Lightning creates one without parameters.
+        # If no optimizer is configured, Lightning creates one without parameters, so use all trainable parameters.
         optimized = [parameter for parameter in trainable if id(parameter) in held]
         trained = [parameter for parameter in optimized or trainable if not parameter.is_inference()]
         return [(parameter, parameter._version) for parameter in trained], bool(optimized)

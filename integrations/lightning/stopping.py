@@ -56,7 +56,7 @@ class FitStop:
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
-        """Wait until all saves are durable and all processes arrive, and then end the run after this step."""
+        """Wait until all saves are durable and all processes have arrived, and then end the run after this step."""
         try:
             self.steps.finish_saves()
         finally:

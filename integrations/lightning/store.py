@@ -221,7 +221,7 @@ class RunStore:
     def awaited_metric(
         self, newest: int, saved: Mapping[str, float] | None, metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the ranking metric's name if the newest step was saved without it and it is now in ``metrics``."""
+        """Return the name of the ranking metric if the newest step was saved without it but ``metrics`` now has it."""
         metric = self._options.best_fn
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has already considered this step.
             return None

@@ -103,7 +103,7 @@ def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas(strategy: Any) -> int:
-    """Return the number of data-parallel replicas, that is, of processes among which training data is divided."""
+    """Return the number of data-parallel replicas, among which the training data is divided."""
     return 1 if strategy.world_size == 1 else int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint into the module and the optimizers. It must have been restored with :meth:`template`."""
+        """Load a checkpoint that was restored with :meth:`template` into the module and the optimizers."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,

@@ -20,7 +20,7 @@ logger = logging.getLogger("holdfast")
 
 
 class PreemptedError(RuntimeError):
-    """Raised in a worker after SIGTERM, when the step has been saved, to make Ray restart the training function."""
+    """Raised in a worker after SIGTERM, once the step is saved, to make Ray restart the training function."""
 
 
 class CheckpointCallback(LoopCallback):
@@ -38,15 +38,15 @@ class CheckpointCallback(LoopCallback):
                     if checkpoint.on_step(step, state, metrics={"loss": loss}).should_stop:
                         break
 
-    It takes the same options. Outside of Ray Train, it behaves identically. In a worker, the following also applies:
+    It takes the same options and, outside of Ray Train, behaves identically. In a worker, the following also applies:
 
     - Every saved step is reported to Ray after it has become durable. ``ray.train.report`` receives the step's metrics
       and a reference to its checkpoint, without copying it. Because a report waits for all workers, a step is reported
       only when the next step is saved, after a preemption signal, or at the end.
     - Ray owns the reported checkpoints and deletes them according to ``CheckpointConfig(num_to_keep=...)``. With
       ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics, because
-      Ray does not restart a run whose reported checkpoints are gone. ``Result`` then contains neither checkpoints nor
-      metrics, because Ray stores metrics with checkpoints.
+      Ray does not restart a run whose reported checkpoints were deleted. ``Result`` then contains neither checkpoints
+      nor metrics, because Ray stores metrics with checkpoints.
     - SIGTERM is handled even though the loop does not run in the main thread. All workers save the same step and stop.
       Leaving the ``with`` block then raises :class:`PreemptedError`, because Ray would consider the run finished if the
       function returned. This counts as a failure in ``FailureConfig(max_failures=...)``.
@@ -57,7 +57,7 @@ class CheckpointCallback(LoopCallback):
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # step whose save has begun, but that has not been reported
+    _unreported: int | None = None  # saved step, perhaps not durable yet, that has not been reported
     _reported_step: int | None = None
     _has_stopped = False
 
@@ -104,7 +104,7 @@ class CheckpointCallback(LoopCallback):
     ) -> StepOutcome:
         """Record a finished update and save if a save is due, as :meth:`holdfast.CheckpointCallback.on_step` does.
 
-        All workers must call this method for every step, because it also reports saved steps to Ray.
+        All workers must call this method for every step, because its reports to Ray wait for all workers.
         """
         return self._after(
             step, super().on_step(step, state, *unknown, metrics=metrics, batch=batch, epoch=epoch, **extras)
@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """After a save, report the previously saved step; it is durable, because each save waits for the last one."""
+        """After a save, report the previous saved step, which is durable because each save waits for the one before."""
         if self._worker is None:
             return outcome
         if outcome.saved:
@@ -157,7 +157,7 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step
         if outcome.should_stop and not self._has_stopped:
             self._has_stopped = True
-            self._report()  # this step is durable, but the loop may continue, and later ones may not be
+            self._report()  # this step is durable; if the loop continues, later steps may not be
         if outcome.should_stop and self._preemption.number == DRAINED:
             return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
         return outcome

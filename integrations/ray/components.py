@@ -49,8 +49,8 @@ class RemoteComponent(Checkpointable):
         """Return the state of the object in the actor.
 
         Args:
-            components: As for ``Checkpointable.get_state``; passed to the object if given.
-            not_components: As for ``Checkpointable.get_state``; passed to the object if given.
+            components: As in ``Checkpointable.get_state``; passed to the object unless it is None.
+            not_components: As in ``Checkpointable.get_state``; passed to the object unless it is None.
             **options: Further options to pass to the object.
         """
         given = {"components": components, "not_components": not_components}

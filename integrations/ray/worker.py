@@ -1,6 +1,7 @@
 """Access the Ray Train worker in this process: its storage, reports, and preemption signals.
 
-Only the main thread of the worker's actor can handle SIGTERM. Ray itself announces which nodes it will remove.
+SIGTERM handlers are installed in the main thread of the worker's actor, because signals cannot be handled in any other
+thread. A notice from Ray that it will remove a node is treated like a signal.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Worker:
         return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics and, optionally, a checkpoint that is already in Ray's storage. Waits for all workers."""
+        """Report metrics and, optionally, a checkpoint that is already in Ray's storage; wait for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -136,7 +137,7 @@ class WorkerSignal(PreemptionSignal):
 
     @property
     def is_agreed(self) -> bool:
-        """Always False: agreeing through JAX requires its own handler, which is replaced and misses drained nodes."""
+        """Always False: agreement through JAX needs JAX's handler, which is replaced here and misses drained nodes."""
         return False
 
     @property
@@ -162,7 +163,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # In its main thread, a Ray Train actor runs the functions passed to its execute method.
+            # A Ray Train actor runs the functions passed to its ``execute`` method in its main thread.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:
