@@ -1,4 +1,4 @@
-"""The earlier name of ``holdfast.CheckpointCallback`` for JAX and Flax training loops."""
+"""Re-export ``holdfast.CheckpointCallback`` under its earlier module name, for JAX and Flax training loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read array files: HDF5, Keras 3 weights (``.weights.h5`` and ``.keras``), and ``numpy.savez``.
+"""Read array files: HDF5, Keras 3 weights (``.weights.h5`` and ``.keras``), and ``numpy.savez`` archives.
 
 HDF5 groups and datasets, read with h5py, become dictionaries and arrays. Groups whose keys are 0, 1, ... become lists,
 because Keras numbers the variables of a layer, as in ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of an
@@ -35,10 +35,10 @@ from .torch.files import ZIP_MAGIC, opened
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds the weights
 _DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member for each JSON item
-_DOCUMENT_LIMIT = 64 << 20  # bytes
+_DOCUMENT_LIMIT = 64 << 20  # bytes; maximum size of a JSON document
 _NODES = 1_000_000  # maximum number of datasets and links in a file
 _RATIO = 2048  # maximum compression ratio of HDF5
-_UNSTORED = 64 << 20  # bytes; allowance for arrays that contain only the fill value, and are not stored
+_UNSTORED = 64 << 20  # bytes; allowance for arrays that are not stored because they contain only the fill value
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:

@@ -132,7 +132,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # resolve links once: a link that changes would mix two checkpoints
+        location = origin.without_links()  # resolve links once: if one changed later, two checkpoints would be mixed
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -374,7 +374,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree under the names that are the keys of ``arrays``, and wait until they are durable."""
+    """Write leaves of a tree under the names in the keys of ``arrays``, and wait until the files are durable."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -392,7 +392,7 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # Save a leaf that may be either None or an empty container as a container. It usually represents an empty
+        # If a leaf may be either None or an empty container, save it as a container: it usually represents an empty
         # optimizer state, which is a container in the template, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
@@ -452,7 +452,7 @@ class _LaterPiece:
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
-    """Replace the leaves whose flags in ``kept`` (in tree order) are False with empty dictionaries."""
+    """Replace each leaf whose flag in ``kept`` is False with an empty dictionary; flags are in tree order."""
     empty = TreeDef("dict", [], [], dict)
     parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
     return TreeDef(node.kind, node.keys, parts, node.build, node.label)

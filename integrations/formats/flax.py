@@ -20,7 +20,7 @@ from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ...engine.sources import FoundSteps, SingleTree, StoredTree, first_bytes, total_bytes
 from ...engine.storage import Entry, Location
 
-_LIMIT = 1 << 36  # bytes; maximum file size, because files are read into memory
+_LIMIT = 1 << 36  # bytes; maximum size of a file, which is read into memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 
 

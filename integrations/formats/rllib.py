@@ -71,7 +71,7 @@ _logger = logging.getLogger("holdfast")
 
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
-_LIMIT = 1 << 34  # bytes; maximum size of a state file, because it is read into memory
+_LIMIT = 1 << 34  # bytes; maximum size of a state file, which is read into memory
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 

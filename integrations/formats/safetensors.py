@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors in a file as shards, at the offsets that the metadata gives (if any)."""
+    """Return the tensors in a file as shards, placed at the offsets in the metadata, if any."""
     with naming(file, ": the positions of its tensors cannot be read"):
         try:
             places = json.loads(noted)

@@ -46,7 +46,7 @@ class _CheckpointState(NodeState):
 
 
 class Checkpoint(Node):
-    """Saves and restores the objects attached to it, identifying each by the attribute names that lead to it.
+    """Saves and restores the objects attached to it, identifying each object by its path of attribute names.
 
     Objects can be torch modules and optimizers, flax nnx modules and optimizers, pytrees like a ``TrainState``, arrays,
     numbers and strings, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
@@ -208,7 +208,7 @@ class Checkpoint(Node):
             path: The path of a checkpoint, or of a directory whose newest checkpoint is used.
 
         Returns:
-            The step, the metrics, and the numbers and strings by path, such as ``{"epoch": 3}``. Those inside
+            The step, the metrics, and the numbers and strings by path, such as ``{"epoch": 3}``. Values inside
             optimizers, modules and objects with their own state are left out.
 
         Raises:
@@ -230,7 +230,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Capture the objects for a save and log those that are skipped; raise StateError if the save would lose values."""
+    """Capture the objects for a save and log the skipped objects; raise StateError if the save would lose values."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
@@ -356,5 +356,5 @@ class _GraphSaver(AsyncCheckpointer):
         record = super()._record(items)
         if self._number is None:
             return record
-        # Without a manager, no retention policy applies, so the checkpoint is kept until the user deletes it.
+        # Pin the checkpoint: without a manager, there is no retention policy, and only the user may delete it.
         return replace(record, step=self._number, pinned=True, reason="saved by Checkpoint.save")

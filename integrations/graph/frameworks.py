@@ -254,7 +254,7 @@ class OptimizerSlot:
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # do not keep its `state`: a wrapper's load_state_dict() may replace that
+        self._optimizer = optimizer  # look up `state` on each access: a wrapper's load_state_dict() may replace it
         self._key = slot_key(name)
 
     def get(self) -> Any:

@@ -1,4 +1,4 @@
-"""Describe the initial objects of a program, to detect saves that could not be restored into them."""
+"""Describe a program's freshly constructed objects, to detect saves that could not be restored into them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Object:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.has_values = slot is not None, node.has_value  # has_values will include the objects below
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # has_values is extended to children later
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
@@ -51,7 +51,7 @@ class FreshObjects:
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
         uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))
-        for node in reversed(live.own):  # in reverse, because holders come before the objects they hold
+        for node in reversed(live.own):  # in reverse, so that children come before their holders
             described = objects[id(node)]
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())

@@ -63,7 +63,7 @@ class CheckpointManager:
             function that returns the step.
         checkpoint_interval: Save only if the step counter has advanced by at least this many steps since the last save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
-        last_checkpoint_step: The step of an earlier checkpoint from which to count the interval.
+        last_checkpoint_step: The step at which an earlier checkpoint was saved; the first interval counts from it.
         background: Write in the background; `save` returns as soon as it is safe to modify the objects.
         layout: Sizes of chunks, segments and data files.
         clock: The time source.
@@ -71,7 +71,7 @@ class CheckpointManager:
             the background, and `restore_or_initialize` restores the newest checkpoint of both locations.
 
     There is no ``local=`` option, because host-local steps are numbered by training step, whereas these checkpoints
-    have numbers of their own. `holdfast.CheckpointCallback` saves the same objects and supports ``local=``.
+    are numbered by save. `holdfast.CheckpointCallback` saves the same objects and supports ``local=``.
 
     Raises:
         OptionError: An option is invalid.
@@ -162,7 +162,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints from oldest to newest, except for those kept permanently."""
+        """The paths of the checkpoints from oldest to newest, except checkpoints that are kept permanently."""
         why = {step: self._steps.why_kept(step) for step in self._in_order()}
         for_good = [step for step in why if "pinned" in why[step] or (why[step] and all(map(_is_period, why[step])))]
         return [self._path(step) for step in why if step not in for_good]
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.close()
 
     def _since(self, clock: Clock) -> float:
-        """Return the time when the directory's first manager was created, or 0 if its checkpoints do not record it."""
+        """Return when the directory's first manager was created, or 0 if the newest checkpoint does not record it."""
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
@@ -303,7 +303,7 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps in the order in which they were saved, starting with those that a restore left behind."""
+        """Return all steps in the order of their saves, starting with the steps that a restore left behind."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 

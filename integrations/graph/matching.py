@@ -46,7 +46,7 @@ class Matching:
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
-        self.waiting: list[Any] = []  # holders whose object for a saved value does not exist yet
+        self.waiting: list[Any] = []  # holders in which the object for some saved value does not exist yet
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
@@ -103,7 +103,7 @@ class Matching:
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # An immutable container is visited at each of its paths, because it is rebuilt separately for each.
+            # An immutable container is visited at each of its paths, because it is rebuilt for each path.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # Also return None if the container holds an object that is bound elsewhere in the program.
+        # Return None if a value is not plain, or if the container holds an object that is bound elsewhere.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -141,7 +141,7 @@ class Matching:
         if self.graph.nodes[visit.number].value is not None:
             slot, is_none = leaf.slot, self.values.kinds.get(visit.number) == "none"
             if is_none and self._final and leaf.in_place and visit.slot is not None:
-                slot = visit.slot  # an object that changes in place cannot become None
+                slot = visit.slot  # the object itself cannot become None, so replace it in its holder
                 _logger.warning("%s is None in the checkpoint and is set to None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
         elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # accept a plain state_dict(), too
@@ -157,7 +157,7 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # Objects appended to a list later can still be restored; objects appended to a deque cannot.
+            # Fill an empty deque now: objects appended to a deque later cannot be restored, unlike in a list.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
             # Elements of a tuple, and elements referenced elsewhere, keep their identity unless the length changes.
@@ -259,7 +259,7 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
 
 
 class Binding(NamedTuple):
-    """The binding of an object to a node."""
+    """Records that an object is bound to a node."""
 
     identity: int | None  # id of the object; None if a restore may replace it
     path: Path
@@ -307,7 +307,7 @@ class Bindings:
         return [(number, binding) for number, binding in pairs if binding.identity == identity and binding.lives]
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
-        """Bind an object to a node; return False if another object is already bound to it."""
+        """Bind an object to a node; return False if another object is already bound to the node."""
         bindings, value = self.by_number.get(number, []), _rooted(value)
         identity = id(value) if fixed else None
         if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
@@ -335,7 +335,7 @@ def _rooted(value: Any) -> Any:
 
 
 class _LiveOptimizer:
-    """Matches an optimizer in the program with a saved one, based on the parameters in their groups."""
+    """Matches an optimizer in the program with a saved optimizer by the parameters in their groups."""
 
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
         node, groups = graph.nodes[number], optimizer.param_groups
@@ -355,6 +355,6 @@ class _LiveOptimizer:
         self.related = alike or is_kin(cls, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """True if ``optimizer`` is a different optimizer, or if it has gained parameters since."""
+        """True if ``optimizer`` is not the matched optimizer, or has gained parameters since it was matched."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes

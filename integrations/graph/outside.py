@@ -125,7 +125,7 @@ def derived_classes(base: type) -> list[type]:
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a saved name may refer to a class, a base or a subclass, even if the class was moved or wrapped."""
+    """True if a saved name may refer to a class, or to a base or subclass, even if the class was moved or wrapped."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))

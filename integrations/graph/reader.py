@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file records which checkpoint is the newest. Each call lists the directory, so it can be moved, copied or pruned.
+No file records which checkpoint is the newest: each call lists the directory, which may be moved, copied or pruned.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class CheckpointReader:
         """Read a value.
 
         Args:
-            path: A TensorFlow name, or any path to the value or to the whole state of an object, such as an iterator.
+            path: A TensorFlow name, or any path to a value or to the complete state of an object, such as an iterator.
 
         Returns:
             A numpy array or a Python value; for a state, a tree of arrays and Python values.
@@ -194,7 +194,7 @@ def saved_counter(stored: StoredGraph) -> int | None:
 
 
 def numbers_of(directory: Location, name: str) -> list[int]:
-    """Return the numbers of all entries named ``<name>-<number>``, including those that are not checkpoints."""
+    """Return the numbers of all entries named ``<name>-<number>``, including entries that are not checkpoints."""
     pattern = re.compile(re.escape(name) + r"-(0|[1-9][0-9]*)")
     return [int(match[1]) for entry in directory.entries() if (match := pattern.fullmatch(entry.name))]
 
@@ -228,7 +228,7 @@ def latest_checkpoint(directory: Place) -> str | None:
 
 
 def locate(path: Place) -> Location:
-    """Return the location of a checkpoint, or of the newest one in a directory of numbered checkpoints."""
+    """Return the location of a checkpoint, or of the newest checkpoint in a directory of numbered checkpoints."""
     if isinstance(path, int):
         raise OptionError(
             f"{path}: a number alone does not name a checkpoint; give its path, such as "

@@ -175,8 +175,8 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values in the checkpoint may stay unrestored.
 
-        Unrestored values then cause no warning. A save omits them, saves the program's values, and warns about existing
-        objects that were not restored. Objects that are attached to a `Node` are still restored.
+        Unrestored values then cause no warning. A save leaves them out, stores the program's values, and warns about
+        existing objects that were not restored. Objects attached to a `Node` are still restored.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -238,7 +238,7 @@ class Restoration:
         ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
-        self._ends = ends  # returns True for objects at which the walk for the report stops
+        self._ends = ends  # returns True for objects at which the report's walk stops
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # drop entries restored elsewhere
+        lacking = [path for path in lacking if path not in named]  # `left` covers the other entries
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -452,7 +452,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """If values are still waiting for objects, have the holders report new objects."""
+        """If values are still waiting for their objects, subscribe to new objects in the holders."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):

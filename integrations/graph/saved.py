@@ -29,7 +29,7 @@ _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a class or function that 0.1.0 saved under a former module name."""
+    """Return the current name of a class or function that holdfast 0.1.0 saved under a former module name."""
     return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
 
 
@@ -56,12 +56,12 @@ class SavedGraph:
         numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
-        # Whether states from custom methods of modules and optimizers were saved; 0.1.0 did not save them.
+        # Whether states from custom methods of modules and optimizers were saved; holdfast 0.1.0 did not save them.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
         # Maps each node to the last edge on the shortest path to it, as a pair of start node and edge name. Paths are
-        # built on demand, because in a forged graph every path may be almost as long as the number of nodes.
+        # built on demand, because in a forged graph their total length may grow with the square of the number of nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]

@@ -1,8 +1,8 @@
 """Slots and their paths. A slot holds a value that a save reads and a restore writes.
 
-An object that can change in place, such as a tensor, a writable numpy array, a box or an object with state, is its
-own slot. Any other value is replaced in the attribute or entry that holds it; if its container is immutable, the
-container is rebuilt.
+An object that can change in place, such as a tensor, a writable numpy array, a box like `Value` or an object with
+state, is its own slot. Any other value is replaced in the attribute or entry that holds it; if its container is
+immutable, the container is rebuilt.
 
 A path consists of the names of the edges from the root. The name of an edge is its escaped key, as in leaf names
 (:mod:`~holdfast.engine.pytree.names`).
@@ -110,7 +110,7 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that the object's own methods get and set, and that is the same on all processes."""
+    """A part of an object's state that is the same on all processes, accessed through methods of the object."""
 
 
 class MemberSlot(Attachment):
@@ -196,12 +196,12 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # keyed by the id of an anchor that is still alive
+_writers: dict[int, dict[Path, int]] = {}  # restore numbers, keyed by id of a live anchor, then by trail
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor without weak reference support alive as long as the restore that wrote to it exists."""
+    """Keeps an anchor that does not support weak references alive while the restore that wrote to it exists."""
 
     anchor: Any
 

@@ -123,15 +123,15 @@ class NodeState:
     """Internal data of a node, kept apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
-    root: Any = None  # object whose edges the node also has, or a weak reference to it
+    root: Any = None  # object whose edges the node shares, or a weak reference to it
     counter: int | None = None  # for a checkpoint object, the number of its last numbered save
 
 
 class Node:
-    """A holder of named objects, which groups them in a checkpoint or represents another object.
+    """A holder of named objects that groups them in a checkpoint or stands in for another object.
 
     Every object assigned to an attribute is saved with the node. If a restored checkpoint has values for an attribute
-    that does not exist yet, the object that is later assigned to it is restored immediately.
+    that does not exist yet, an object that is later assigned to the attribute is restored immediately.
 
     Args:
         **objects: The objects that the node holds, by name.
@@ -185,7 +185,7 @@ class Node:
         self._holdfast.untracked.discard(name)
 
     def __holdfast_root__(self) -> Any:
-        """Return the object whose edges this node also has, or None."""
+        """Return the object whose edges this node shares, or None."""
         root = self._holdfast.root
         return unwrapped(root() if isinstance(root, weakref.ref) else root)
 
@@ -204,7 +204,7 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program whose children a walk visits under the given names."""
+    """A part of a program. A walk visits the part's children under the given names."""
 
     value: Any  # the object whose attributes hold the children; a restore assigns these attributes
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name
@@ -214,7 +214,7 @@ class Part:
         return self.added
 
     def __holdfast_root__(self) -> Any:
-        """Return the object whose edges the part also has, or None."""
+        """Return the object whose edges the part shares, or None."""
         return None
 
     def add(self, path: Path, child: Any) -> None:
@@ -360,7 +360,7 @@ def tracked_attributes(value: object) -> list[tuple[str, Any]]:
 
 
 def check_origin(container: object, path: Path) -> None:
-    """Raise UnsupportedLeafError if the plain container that a tracked one was made from has been modified."""
+    """Raise UnsupportedLeafError if a plain container was modified after its conversion to a tracked container."""
     if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
         return
     origin, contents = container._holdfast_origin  # both are kept alive so that ids are not reused

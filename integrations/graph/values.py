@@ -76,8 +76,8 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, keyed by container; set by `below`
-        self.sharing: set[int] = set()  # containers that hold containers used elsewhere; set by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # nodes stored under another path, by container; set by `below`
+        self.sharing: set[int] = set()  # containers whose inner containers are also used elsewhere; set by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # container keys, by node and edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
@@ -246,7 +246,7 @@ def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
-        return True  # an array that requires no gradients
+        return True
     if type(value) not in PLAIN_CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in plain:

@@ -93,7 +93,7 @@ class Leaf:
     ready: bool = True  # whether it has a value yet; a lazy module's parameters have none until the first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
-    opened: Callable[[], View] | None = None  # returns a branch view, for checkpoints that store several values
+    opened: Callable[[], View] | None = None  # views the object as a branch, if it was saved as several values
 
 
 @dataclass(slots=True)

@@ -57,14 +57,14 @@ class LiveGraph:
 
     @property
     def own_states(self) -> list[Path]:
-        """The paths of objects that 0.1.0 did not save: module states, enums, and optimizers inside optimizers."""
+        """The paths of objects that holdfast 0.1.0 did not save: module states, enums, and nested optimizers."""
         paths = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         optimizers = [node for node in self.nodes if node.optimizer is not None]
         return paths + [child.path for node in optimizers for name, child in node.edges.items() if name != GROUPS]
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes that belong to the graph, as opposed to those that only name objects outside it."""
+        """The nodes that belong to the graph, excluding nodes that only name objects outside it."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:

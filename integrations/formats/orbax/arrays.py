@@ -39,8 +39,8 @@ _CACHE = 64 << 20  # bytes; size of the cache of decoded B+tree nodes, which all
 _UNDER_WAY = 1 << 30  # bytes; limit on the data being read concurrently
 _RATIO = 1 << 16  # maximum compression ratio of the supported compressors
 _SMALL_CHUNK = 64 << 20  # bytes; chunks up to this size are accepted for all arrays
-_UNSTORED = 4 << 30  # bytes; allowance for chunks that contain only the fill value, and are not stored
-_MANIFEST_LIMIT = 512 << 20  # bytes
+_UNSTORED = 4 << 30  # bytes; allowance for chunks that are not stored because they contain only the fill value
+_MANIFEST_LIMIT = 512 << 20  # bytes; maximum size of a manifest
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
 
@@ -234,7 +234,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
-    needed: dict[str, dict[str, int]] = {}  # maps array and file to the size that the file must have
+    needed: dict[str, dict[str, int]] = {}  # minimum size of each file in bytes, keyed by array, then by file
     for row, key in enumerate(entries.keys):
         cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
         name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)

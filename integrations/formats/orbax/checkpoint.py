@@ -173,7 +173,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """True if a directory contains a tree instead of items. A tree's metadata files are sufficient."""
+    """True if a directory contains a tree, or at least a tree's metadata files, instead of items."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     file = location / AGGREGATE_FILE
@@ -210,7 +210,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
             return _Item(JSON, folder, file=name)
     if not handler and not entries:
         return None
-    # Keep a recorded item even if its files are gone, so that reading it raises an error that names the missing file.
+    # Keep a recorded item even if its files were deleted, so that reading it raises an error about the missing file.
     if "Json" in handler:
         return _Item(JSON, folder, file=_JSON_FILES[0])
     if any(text in handler for text in ("PyTree", "Standard", "Array", "RandomKey")):

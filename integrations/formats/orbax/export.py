@@ -1,6 +1,6 @@
 """Export copies of any checkpoint to Orbax, or make holdfast checkpoints readable by Orbax in place.
 
-A plan describes how Orbax stores a tree as arrays with JSON files next to them.
+A plan contains the arrays and the contents of the JSON files that represent a tree in Orbax's format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read a tree that Orbax saved as arrays and as JSON files that contain the structure, shardings, and strings.
+"""Read a tree that Orbax saved as arrays, plus JSON files with the structure, shardings, and strings.
 
 The formats of orbax-checkpoint 0.5 to 0.12 are supported. If a JSON member is missing, the tree is read as if saved by
 an older version that did not write the member.
@@ -170,8 +170,8 @@ def _sharding(fields: Any) -> Details | None:
 class OrbaxTree(OtherTree):
     """An Orbax tree in a folder. Namedtuples and custom nodes are read as dictionaries, and tuples as lists."""
 
-    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. If each process saved
-    # to its local disk, ``processes`` is their number, and the folder contains the shards that have been copied to it.
+    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. ``processes`` is the
+    # number of processes if each saved to its local disk; the folder then contains the shards that were copied to it.
 
     def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location
@@ -257,7 +257,7 @@ class OrbaxTree(OtherTree):
     ) -> list[Problem]:
         wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
-        failed: dict[str, str] = {}  # maps leaf names to the reason why they cannot be read
+        failed: dict[str, str] = {}  # reasons why leaves cannot be read, keyed by leaf name
         for index, (leaf, box) in enumerate(parts):
             if leaf.name in self.unreadable:
                 failed[leaf.name] = self.unreadable[leaf.name]

@@ -2,8 +2,8 @@
 
 As in TensorFlow, a prefix such as ``dir/ckpt-5`` identifies a checkpoint; the path of one of its files works, too.
 TensorFlow records the newest checkpoint of a directory in the file ``checkpoint``, which contains a
-``CheckpointState`` message (``tensorflow/python/training/checkpoint_state.proto``) in text format. Paths in it may come
-from another machine, so only the last component is used, to name a checkpoint in the same directory.
+``CheckpointState`` message (``tensorflow/python/training/checkpoint_state.proto``) in text format. Its paths may come
+from another machine, so only the last component of each is used, as a prefix in the same directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .index import MAGIC
 from .tree import INDEX, BundleTree
 
 STATE = "checkpoint"  # file in which TensorFlow lists the checkpoints of a directory
-_STATE_LIMIT = 64 << 20  # bytes
+_STATE_LIMIT = 64 << 20  # bytes; maximum size of the state file
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,18})", re.DOTALL)
 _LINE = re.compile(
     r"""^\s*(\w+)\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)'|([-+0-9.eE]+))\s*$""", re.MULTILINE
@@ -165,7 +165,7 @@ def _newest(location: Location, names: frozenset[str], prefixes: list[str]) -> s
 
 
 def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the prefixes of the checkpoints in a directory, including those with data files and a damaged index."""
+    """Return the prefixes of the checkpoints in a directory; a damaged index is accepted if data files exist."""
     names = list(names)
     with_data = {match[1] for name in names if (match := _DATA.fullmatch(name))}
     if wanted is None:

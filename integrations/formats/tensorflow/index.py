@@ -31,7 +31,7 @@ FOOTER_BYTES = 48
 MAGIC = bytes.fromhex("57fb808b247547db")  # magic number at the end of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
-_KEYS_AMPLIFICATION = 64  # maximum total size of the prefix-compressed keys, as a multiple of the file size
+_KEYS_AMPLIFICATION = 64  # maximum total size of the keys without prefix compression, as a multiple of the file size
 _KEYS_SMALL = 1 << 20  # bytes; total key sizes up to this limit are always accepted
 _RATIO = 24  # maximum compression ratio; a snappy copy of 64 bytes takes three bytes
 STRING, VARIANT = 7, 21
@@ -133,7 +133,7 @@ class BundleEntry:
     shape: tuple[int, ...]
     shard: int  # index of the data file
     offset: int  # byte offset in the data file
-    size: int  # bytes
+    size: int  # size of the data in bytes
     checksum: int  # masked CRC-32C of the data
     slices: tuple[BundleSlice, ...]  # the slices of a partitioned tensor; empty for others
 

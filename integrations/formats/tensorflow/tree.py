@@ -50,7 +50,7 @@ _SMALL = 1 << 20  # bytes; padded arrays up to about this size are always accept
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
-    """Return text as one leaf, or as lists of leaves for variants and text that a numpy bytes array cannot hold."""
+    """Return text as one leaf, or as lists of leaves if it consists of variants or does not fit a numpy bytes array."""
     shape = entry.shape
     if not shape:
         return texts[0]
@@ -109,7 +109,7 @@ def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 
 INDEX = ".index"
-_INDEX_LIMIT = 1 << 30  # bytes
+_INDEX_LIMIT = 1 << 30  # bytes; maximum size of an index file
 _SLICES = b"\0"  # first byte of slice keys
 
 
@@ -154,7 +154,7 @@ class Bundle:
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
-        """Before any text is read, reject string tensors that claim more bytes than the files contain."""
+        """Reject string tensors that claim more bytes than the files contain; called before any text is read."""
         texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
         files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
         sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
@@ -442,7 +442,7 @@ def _value(bundle: Bundle, name: str) -> Any:
 
 
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Change the paths of values below other values. (In TensorFlow 1, the slot ``w/Adam`` lies below ``w``.)"""
+    """Change the paths of values that lie below other values, such as TensorFlow 1's slot ``w/Adam`` below ``w``."""
     values = set(paths.values())
     arranged = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(arranged.values())

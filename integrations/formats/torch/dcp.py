@@ -1,8 +1,8 @@
 """Read torch.distributed.checkpoint folders (``.metadata`` and ``*.distcp``) without torch, and write them with torch.
 
 ``.metadata`` is a pickle of dataclasses from ``torch.distributed.checkpoint.metadata`` and ``.filesystem``. Only class
-names and attributes are read; nothing is imported. The default planner also writes the paths of nested keys, which are
-then restored. Without these paths, the full name of an entry is a single key.
+names and attributes are read; nothing is imported. The default planner also writes the path of each entry, from which
+nested containers are rebuilt. Without these paths, the full name of an entry is a single key.
 
 If processes save without a common plan (``use_collectives=False``), each process writes a file ``__<rank>.metadata``
 and its own copies of replicated entries. The tree combines the shards from all processes; copies must be equal.
@@ -57,7 +57,7 @@ from .pickles import Inert, shown, unpickle
 METADATA = ".metadata"
 _DATA = ".distcp"
 _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
-_METADATA_LIMIT = 1 << 30  # bytes
+_METADATA_LIMIT = 1 << 30  # bytes; maximum size of a metadata file or a decompressed object
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
 # Matches any 1.x version of torch's ZStandard extension.
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name and path of every entry, with the tensor's description or the other object's extent."""
+    """Return the name and path of each entry, with a tensor's description or any other object's extent."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))

@@ -44,19 +44,19 @@ from .pickles import Inert, Name, shown, unpickle
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_NEEDED = ("state_dict", "optimizer_states")  # members of a Lightning checkpoint from which nothing is left out
+_NEEDED = ("state_dict", "optimizer_states")  # members of a Lightning checkpoint that must be read completely
 _VISITS = 200_000  # base limit on visited nodes, to which the pickle size in bytes is added
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 _PICKLE = "data.pkl"
-_PICKLE_LIMIT = 512 << 20  # bytes
+_PICKLE_LIMIT = 512 << 20  # bytes; maximum size of a pickle
 _RECORDS_LIMIT = 1 << 22
 _BLOCK = 256 << 10  # bytes; minimum size of a read, because the next read is likely to be nearby
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
+class NoArchive(DamagedCheckpointError):  # noqa: N818 - no error to callers that accept other formats
     """Raised if a file does not begin with the zip magic number."""
 
 
@@ -236,9 +236,9 @@ def read_object(archive: TorchArchive, file: str = "") -> Any:
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data with `Unreadable`. If ``needed`` is given, remove them from all other members.
+    """Replace objects that are not data with `Unreadable`; in members not listed in ``needed``, remove them instead.
 
-    ``none`` allows None as a dictionary key, for dictionaries that are never stored as a tree.
+    If ``needed`` is None, nothing is removed. ``none`` allows None as a dictionary key, for data not stored as a tree.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
@@ -283,7 +283,7 @@ class _Walk:
         return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
     def prune(self, value: Any, path: str) -> Any:
-        """Remove objects from dictionaries, and remove whole sequences that contain objects."""
+        """Remove unreadable objects from dictionaries, and remove lists and tuples that contain such objects."""
         if isinstance(value, Unreadable):
             self.left_out.append(f"{path.lstrip('/')} ({value.what})")
             return _GONE
@@ -358,9 +358,9 @@ def templates(source: TreeSource) -> list[Any]:
 def plain(torch: Any, value: Any) -> Any:
     """Replace objects that ``weights_only`` rejects: defaultdicts, deques, numpy arrays, and numpy scalars."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)  # the data of a PRNG key
+        return torch.from_numpy(value)  # any array left here is the data of a PRNG key
     if isinstance(value, np.generic):
-        return value.item()  # from a packed sequence
+        return value.item()  # an element of a packed sequence
     if isinstance(value, dict):
         container: Any = dict if isinstance(value, defaultdict) else type(value)
         return container({key: plain(torch, item) for key, item in value.items()})

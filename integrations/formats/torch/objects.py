@@ -24,7 +24,7 @@ from .pickles import Builder, Inert, Name, Stateful, shown
 ByteOrder = Literal["<", ">"]
 _LARGEST = 1 << 62
 _AXES = 64
-# Supported dtype names. Those in the last line are quantized and packed dtypes, which are read as bytes.
+# Supported dtype names. The last line lists quantized and packed dtypes, which are read as bytes.
 _DTYPES = COMMON_DTYPES | {
     *("complex32", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -167,7 +167,7 @@ def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
 
 
 class _Array(Stateful):
-    """Wraps a numpy array in a pickle. The array is created empty, and the opcode ``BUILD`` then fills it."""
+    """A numpy array in a pickle. It is created empty, and the opcode ``BUILD`` then fills it."""
 
     def __init__(self, *_: Any) -> None:
         self.value: NDArray[Any] | Unreadable | None = None
@@ -186,7 +186,7 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """Wraps a numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
+    """A numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.value: Any = None

@@ -1,8 +1,8 @@
 """Read pickles without executing code or importing the classes and functions that they refer to.
 
 A pickle is a program for a small stack machine. This module interprets only the opcodes that build data. A name
-(``GLOBAL``) becomes a :class:`Name`. Unless the caller provides a builder for the name, a call only creates an
-:class:`Inert` object that records it. At worst, a hostile pickle can therefore produce unexpected data.
+(``GLOBAL``) becomes a :class:`Name`. Unless the caller provides a builder for the name, calling it only creates
+an :class:`Inert` object that records the call. At worst, a hostile pickle can therefore produce unexpected data.
 
 :mod:`pickletools` describes the opcodes of protocols 2 to 5 and decodes their arguments, without executing anything.
 """
@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class for objects that builders return and that the opcode ``BUILD`` then gives a state."""
+    """Base class for objects that a builder returns before the opcode ``BUILD`` sets their state."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
