@@ -113,7 +113,7 @@ def runs_below(location: Location) -> list[str]:
 
 
 def where_else(location: Location) -> str:
-    """Return a hint at nearby checkpoints, to be appended to an error message; empty if there are none."""
+    """Return a hint about nearby checkpoints to append to an error message, or an empty string if there are none."""
     if (location.parent / RECORD).is_there():
         return f"; it is part of the checkpoint {location.parent}"
     runs = runs_below(location)

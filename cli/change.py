@@ -136,7 +136,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    Rules that are not given are taken from the last run. The newest checkpoint and pinned checkpoints are always kept.
+    Rules that you do not set are taken from the last run. The newest checkpoint and pinned checkpoints are always kept.
     """
     rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)
@@ -164,7 +164,7 @@ def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bo
 
 
 def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
-    """Merge the given rules into the run's options; raise OptionError if the best steps cannot be determined."""
+    """Merge the command's rules into the run's options; raise OptionError if the best steps cannot be determined."""
     if only:
         if not rules:
             raise OptionError("--only needs a rule that says what to keep, such as --keep-latest 3")

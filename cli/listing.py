@@ -180,7 +180,7 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Summarize a checkpoint, as listed in its parent directory if possible. If its step is unknown, the step is -1."""
+    """Summarize a checkpoint, using its parent directory's listing if possible. An unknown step becomes -1."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)

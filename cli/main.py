@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (Exception, KeyboardInterrupt) as error:
-        # Ctrl-C during the import of an extension module raises ImportError.
+        # Ctrl-C during the import of an extension module raises an ImportError caused by the KeyboardInterrupt.
         problem: BaseException = error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
         if with_traceback and problem is error:
             traceback.print_exception(error)

@@ -50,7 +50,7 @@ def _table_width(widths: Sequence[int]) -> int:
 def _print_fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
 ) -> None:
-    """Print a table at terminal width. Wrap its cells or, if there are too many columns, stack them."""
+    """Print a table at terminal width. Wrap long cells or, if there are too many columns, stack each row's cells."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def state(self) -> str | None:
-        """``preempted`` if any run was preempted, ``finished`` if all finished, else ``unfinished``; None if no run."""
+        """``preempted`` if any run is, ``finished`` if all runs are, else ``unfinished``; None if there are no runs."""
         states = set(self.states.values())
         if not states:
             return None
@@ -328,7 +328,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # waiting for others after a failure does not count as a hang
+    hung = returncode is None and not record.has_failed  # after a failure, waiting for other processes is not a hang
     why = None
     if returncode is None:
         why = _overdue(program, watch)

@@ -298,7 +298,7 @@ class _Drill:
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
         """Record how an attempt of the interrupted run ended. Its checkpoints are compared separately."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # the signal may come at a later step
+        if interruption is not None and trace.interrupted is not None:  # the signal may arrive at a later step
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
@@ -432,7 +432,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return the differences at the first step that differs (or at all steps). Skip pairs known to be identical."""
+        """Return the differences at the first differing step, or at all of them. Skip pairs known to be identical."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [

@@ -68,7 +68,7 @@ class Trace:
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # the index is 0 at first
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # every index is 0 at first
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -265,7 +265,7 @@ def _differing(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> Iterato
 
 
 def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
-    """True if an object changes between steps, which indicates that the program uses the object."""
+    """Return whether an object changes between steps, which indicates that the program uses the object."""
     return len({of_step[name].digest for of_step in facts.values() if name in of_step}) > 1
 
 

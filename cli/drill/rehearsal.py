@@ -29,7 +29,7 @@ from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # the advice depends on which of these are imported
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# Number of steps after which a signal counts as ignored. Several processes need more, to agree on a step.
+# Number of steps after which a signal counts as ignored. Several processes need more steps to agree on one.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 

@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw a bar per ``(step, unshared bytes, shared bytes)`` or, if there are too many, the largest of each group."""
+    """Draw a bar per ``(step, unshared bytes, shared bytes)``. If there are too many, draw each group's largest."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1

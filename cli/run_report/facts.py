@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the losses expected at the best interval and at 0.5, 1 and 2 times the run's own; [] if it is unknown."""
+    """Return the losses expected at the best interval and at 0.5, 1 and 2 times the run's interval ([] if unknown)."""
     used = experience.interval
     if used is None:
         return []

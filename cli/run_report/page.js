@@ -1,5 +1,5 @@
 "use strict";
-// Tables that are sorted and filtered, numbers under the pointer, and a tree that unfolds at once.
+// Sorts and filters tables, shows chart values at the pointer, and expands or collapses a complete tree.
 
 for (const tools of document.querySelectorAll(".tools")) tools.hidden = false;
 

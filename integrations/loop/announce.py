@@ -73,7 +73,7 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs with an open callback, by directory, without references to states
+_open: dict[str, Ending] = {}  # runs with an open callback, keyed by directory; holds no states
 os.register_at_fork(after_in_child=_open.clear)
 
 

@@ -119,7 +119,7 @@ class CheckpointCallback:
     - nnx objects, or dicts, lists and tuples of nnx objects, which are updated in place.
     - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all other objects that
       ``holdfast.graph`` saves (its nodes, and objects with attributes). They are restored in place, but only if the
-      whole state matches the whole checkpoint.
+      complete state matches the complete checkpoint.
     - A component of ``holdfast.components``, which is restored in place.
 
     ``init_from`` initializes the ``params`` of a pytree, or the weights of the only module in the state. With
@@ -205,19 +205,19 @@ class CheckpointCallback:
             a later one interrupts it. SIGHUP and SIGINT stay ignored if they already are, as under ``nohup`` or ``&``.
         grace_secs: The time that the scheduler allows between the signal and the end of the process. A warning is
             logged if a save takes longer.
-        witness_steps_after_signal: The maximum number of further steps that the run takes after it has saved because of
-            SIGTERM. They must fit in a quarter of ``grace_secs`` (2 seconds if it is None). They are not saved, but
-            recorded for comparison with the resumed run. 0 stops at the saved step.
+        witness_steps_after_signal: The maximum number of further steps that the run takes after the save that SIGTERM
+            triggers. These steps must fit in a quarter of ``grace_secs`` (2 seconds if it is None). They are recorded
+            for comparison with the resumed run, but not saved. 0 stops at the saved step.
         save_timeout_secs:
 
     Args: several processes
         replicated: Names of states that are equal in all processes, and that any number of processes can restore. They
             may be extras, such as a position in an order that does not depend on the number of processes, or a random
-            generator with the same seed everywhere; ``"global_generators"`` for those of Python, numpy and torch; and
-            in Lightning ``"loaders"`` for training loaders with ``state_dict``, or ``"loaders/0"`` for the first one.
-            Loops check at each save that the states are equal, and store one; Lightning trainers check this when a
-            different number of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to``
-            with a ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
+            generator with the same seed everywhere; ``"global_generators"`` for the generators of Python, numpy and
+            torch; and in Lightning ``"loaders"`` for training loaders with ``state_dict``, or ``"loaders/0"`` for the
+            first one. Loops check at each save that the states are equal, and store one copy; Lightning trainers check
+            this when a different number of processes resumes. Objects with an attribute ``replicated_state = True``,
+            ``hf.skip_to`` with a ``global_batch_size`` and Grain's ``ElasticIterator`` need not be named.
         reshard: A function to call when a different number of processes resumes, for each data position and any other
             state that differs between processes. Its arguments are the name, the states saved by processes 0, 1, ...,
             the index of this process and the number of processes; it returns the state of this process. Without this
@@ -496,7 +496,7 @@ class CheckpointCallback:
             **extras: All extras that were passed to ``restore_or_initialize``, and, optionally, further extras.
 
         Returns:
-            The outcome: whether the step was saved, why, and whether to leave the loop now.
+            The outcome: whether the step was saved, the reason, and whether to leave the loop now.
 
         Raises:
             SaveFailedError: An earlier background save failed; this step is saved nevertheless.
@@ -541,7 +541,7 @@ class CheckpointCallback:
                 reported to ``on_step``.
 
         Returns:
-            The outcome: whether this call saved the step, why, and whether to leave the loop now.
+            The outcome: whether this call saved the step, the reason, and whether to leave the loop now.
         """
         check_metrics(metrics)
         step = operator.index(step)
@@ -594,7 +594,7 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Exit without running later code, because the loop ended by itself during the steps after a preemption."""
+        """Exit now, skipping the rest of the program: the loop ended by itself during the steps after a preemption."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
@@ -670,7 +670,7 @@ class CheckpointCallback:
                 f"restore_or_initialize was given {', '.join(f'{name}=' for name in missing)} but on_step was not: "
                 "pass it at every step, so that it is saved"
             )
-        if self._ending.step is None and self._restored is None:  # a resumed run may start to save further extras
+        if self._ending.step is None and self._restored is None:  # a resumed run may begin to save additional extras
             warn_of_unrestored(extras, self._names)
         last, restored = self._ending.step, self._manager.resumed_from
         if restored is not None and restored != self._went_on_from:
@@ -729,7 +729,7 @@ class CheckpointCallback:
         return saver, stop
 
     def _end_loaders(self, extras: Mapping[str, Any]) -> None:
-        """End the data loaders when the loop should stop, because a ``break`` may only leave the innermost loop."""
+        """End the data loaders when the loop should stop, because a ``break`` may leave only the innermost loop."""
         if self._preemption.ends_run:
             for loader in loaders_of(extras).values():
                 loader.end_run(self.exit_status)

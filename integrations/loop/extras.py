@@ -59,7 +59,7 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, as trees, the extras that are templates for the types and shardings of the restored values."""
+    """Return the trees of the extras that serve as templates for the types and shardings of restored values."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
@@ -75,7 +75,7 @@ def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for reserved names and for iterators or loaders without a state; warn about lost records."""
+    """Raise OptionError for reserved names and iterators or loaders without a state; warn if records may be lost."""
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
             f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"
@@ -113,7 +113,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
 
 
 def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], method: str) -> None:
-    """Raise OptionError if ``replicated`` names an extra that was not passed to this method of the callback."""
+    """Raise OptionError if ``replicated`` names an extra that was not passed to the callback's ``method``."""
     if unknown := [name for name in replicated if name not in extras]:
         given = f" (known: {', '.join(extras)})" if extras else ""
         raise OptionError(

@@ -27,7 +27,7 @@ from .states import STATE, Start, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
-_spell = cache(str)  # numpy is slow to format dtypes, and leaves share a few of them
+_spell = cache(str)  # formatting a numpy dtype is slow, and leaves use only a few dtypes
 _ALL = 1 << 30  # no limit on the number of leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
@@ -110,7 +110,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, start: Start, *, grows: bool) -> None:
-        """Sample the state before the first step. If ``grows``, its structure may differ from that of a fresh state."""
+        """Sample the state before the first step. If ``grows``, it may differ in structure from a fresh state."""
         state = start.state
         self._is_compared = start.is_known and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(start.extras, state)]
@@ -187,7 +187,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report adds one step more than the second, but the same number of updates."""
+        """Return whether the first report adds one more step than the second, but the same number of updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -265,7 +265,7 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn if an optimizer has changed leaves (``changed``, by address), but neither it nor its state is saved."""
+    """Warn if an optimizer that changed leaves (``changed``, by address) is not saved, not even as a state dict."""
     torch: Any = loaded("torch")
     shown = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer)]
     saved = [optimizer for optimizer in shown if optimizer.state]
@@ -322,12 +322,12 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another."""
+    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another loader."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return a part of a torch state dict that is unique to it and thus identifies it, or None for other values."""
+    """Return the part of a torch state dict that uniquely identifies the dict, or None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)

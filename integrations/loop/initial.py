@@ -219,7 +219,7 @@ class Hyperparameters:
         return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the initial values of the hyperparameters whose values have changed in a state."""
+        """Return the initial values of the hyperparameters whose current values in a state are different."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {
             name: start
@@ -258,7 +258,7 @@ def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def _is_moved(group: Mapping[str, Any], option: str) -> bool:
-    """Return whether a schedule controls an option, which means that the program did not choose its current value."""
+    """Return whether a schedule, rather than the program, determines the current value of an option."""
     moves_momentum = "max_momentum" in group and option in ("betas", "momentum")
     return "initial_lr" in group and (moves_momentum or option in _SCHEDULED)
 

@@ -162,7 +162,7 @@ class _ObjectsTemplate:
     misfits: Misfits | None
 
     def prepare(self, stored: StoredGraph) -> Callable[[], list[str]]:
-        """Read and check the saved values. Return a function that applies them and returns the modes that changed."""
+        """Read and check the saved values. Return a function that applies them and returns the changed modes."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
@@ -207,7 +207,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load the weights of each torch module from its own path in `source` if that exists, or else from `source`."""
+        """Load each torch module's weights from the module's path in `source` if it exists, or else from `source`."""
         from ..components import modules_of
 
         modules = modules_of(state)
@@ -256,7 +256,7 @@ class VersionCounters:
             last, self._samples = self._samples, self._sample()
             self.has_updated = last is not None and last.differs(self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
-        # An optimizer may already have used a gradient that no backward pass has changed since the previous step.
+        # A gradient that has not changed since the previous step is not new: an optimizer may already have used it.
         gradients = (tensor.grad for tensor in self._tensors.values() if tensor.is_leaf)
         gradient: Any = next((each for each in gradients if each is not None), None)
         tensor, version = self._gradient

@@ -40,7 +40,7 @@ class PreemptionSignal:
     Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag,
     because nothing else is safe in the middle of a step, and then calls the previous handler. Handlers can only be
     installed from the main thread. With ``jax.distributed``, JAX's own handler makes all processes agree on a step, so
-    no handler is installed here, and :meth:`reached` asks JAX.
+    no handler is installed here, and :meth:`reached` queries JAX.
 
     Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts before
     :meth:`restore` is called, such as data loader workers, survive the signal, because the save may need them; they end
@@ -55,7 +55,7 @@ class PreemptionSignal:
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
         self._has_warned = False  # whether a warning about a missing or replaced handler has been logged
-        self._asked = 0  # number of calls to reached(); calls 1, 2, 4, ... look for replaced handlers
+        self._asked = 0  # number of calls to reached(); calls 1, 2, 4, ... check for replaced handlers
         self._previous: dict[int, Handler] = {}
         self._protect_workers()
 
@@ -86,7 +86,7 @@ class PreemptionSignal:
 
     @property
     def is_agreed(self) -> bool:
-        """True if JAX makes all processes agree on the step to stop at. In this case, :meth:`reached` asks JAX."""
+        """True if JAX makes all processes agree on the step to stop at. In this case, :meth:`reached` queries JAX."""
         jax = loaded("jax")
         return jax is not None and bool(jax.distributed.is_initialized())
 
@@ -104,7 +104,7 @@ class PreemptionSignal:
 
     def hand_on(self) -> None:
         """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # Do not raise the signal if a later handler is installed, because it would call this inactive handler.
+        # If a later handler is installed, do not raise the signal, because that handler would call this inactive one.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # Don't warn about a callable handler: it may call the handler it replaced, and there is no way to tell.
+            # Log only at INFO if the new handler is callable, because it may call the handler that it replaced.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers. From then on, calls from a later handler are only forwarded to them."""
+        """Restore the previous handlers. If a later handler still calls this one, only forward the call."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -236,10 +236,10 @@ def grace_check(grace: float) -> Callable[[Event], None]:
 class _JaxAgreement:
     """Asks JAX whether the processes of a ``jax.distributed`` run have reached the point at which all of them stop."""
 
-    # JAX agrees only once per connection, on the largest number that any process has passed plus one, and returns True
+    # JAX agrees only once per connection, on one more than the largest number passed by any process, and returns True
     # only for that number. The numbers therefore count the calls since the connection was made, over all runs: step
     # numbers would be far above the agreed number after a resume, and below it in a second run of the same process.
-    # Once the point is reached, it stays reached, because JAX does not report later signals.
+    # Once the point is reached, the answer stays True, because JAX does not report later signals.
 
     def __init__(self) -> None:
         self._connection: Any = None

@@ -55,7 +55,7 @@ _CHANGED = (
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, including damaged ones, and the manager's newest step, even if host-local."""
+    """Return the steps in a directory, including damaged steps, and the manager's newest step, even if host-local."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
@@ -118,7 +118,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(map(manager.metrics, steps))
         step = (manager.best_step() if ranked else None) or "best"
-    # All processes must fetch the step together, even if some of them see it in the directory.
+    # All processes must fetch the step together, even if some of them can already see it in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)

@@ -50,11 +50,11 @@ class Start:
 class StateAdapter:
     """Saves and restores one kind of state. Each callback has its own adapter, which may store the last state."""
 
-    # Texts for error messages: the states that can take weights, their modules, and a state without modules.
+    # Phrases in error messages for states that accept weights, their modules, and states without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
     empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; their entries may change
-    is_live = False  # whether states contain live objects or torch tensors, whose gradients earlier versions saved
+    is_live = False  # whether states contain live objects or torch tensors; old checkpoints may contain their gradients
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
@@ -78,7 +78,7 @@ class StateAdapter:
         self._fresh = self.described(state)
 
     def described(self, state: Any) -> Any:
-        """Return a description of a state, which :meth:`refused` compares with that of the initial state."""
+        """Return a description of a state, which :meth:`refused` compares with the initial state's description."""
 
     def refused(self, state: Any) -> list[str]:
         """Return human-readable lines about parts of a state that cannot be restored into the initial state."""

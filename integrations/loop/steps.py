@@ -118,7 +118,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Thread time excludes delays by other threads, but also the work of actors. Use wall-clock time for actors.
+            # Thread time excludes delays by other threads, but also work done in actors, so use wall time for actors.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -191,7 +191,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state. If ``grows``, its structure may differ from that of a fresh state."""
+        """Start watching the state. If ``grows``, it may differ in structure from a fresh state."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
@@ -235,7 +235,7 @@ class StepSaver:
             self._witness.note(lambda: report.seen(positions), report.epochs)
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
-        """Add metrics to the last step, and decide whether to save it now; return None for any other step."""
+        """If ``step`` is the last step, add metrics to it and decide whether to save it now; otherwise, return None."""
         if self._report.step != step:
             return None
         self._report = replace(self._report, metrics={**(self._report.metrics or {}), **metrics})

@@ -145,7 +145,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and let processes that still have to agree on a point know that this one has ended."""
+        """Stop the thread, and inform processes that still have to agree on a point that this process has ended."""
         self._ended.set()
         if not orderly or self._thread is None:
             return

@@ -83,7 +83,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, a new array after each update, or None if it has none."""
+        """Return the ``nnx.Optimizer``'s update counter, or None if there is none. Each update creates a new array."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -233,7 +233,7 @@ _Node = tuple[str, TreeDef | None]  # name and definition of a container, or nam
 
 
 class FittingHandler(PyTreeCheckpointHandler):
-    """Restores only the leaves that fit a template. All others keep the template's values and are added to misfits."""
+    """Restores only the leaves that fit a template. Other leaves keep the template's values and count as misfits."""
 
     def __init__(self, misfits: Misfits, compression: int | None) -> None:
         super().__init__(compression=compression)
@@ -274,7 +274,7 @@ def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     if node is None or other is None:
         if node is other:
             yield name, other_name
-    elif _optax(node) == _optax(other):  # otherwise, they belong to different transformations
+    elif _optax(node) == _optax(other):  # otherwise, the containers belong to different transformations
         children = dict(zip(node.segments, node.named_children(name), strict=True))
         for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
             if segment in children:

@@ -39,7 +39,7 @@ from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shar
 logger = logging.getLogger("holdfast")
 
 _SAVES = 5  # number of earlier saves that may be in progress, in the directory and on local storage
-_LAST = 4  # number of step reports after which one line summarizes the comparison
+_LAST = 4  # number of step reports after which the comparison is summarized in one line
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ IN_TRAINERS = HandingOver(
 
 
 class Witness:
-    """If ``enabled``, observes the resume, the step reports and the saves of a run."""
+    """Observes the resume, the step reports and the saves of a run if ``enabled``."""
 
     def __init__(
         self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact, handing_over: HandingOver = IN_LOOPS
@@ -190,13 +190,13 @@ class Witness:
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
-        """Record the save of a step, which ends the comparison. Raise StateError as :meth:`note` does."""
+        """Record the save of a step, and end the comparison. Raise StateError if ``on_inexact`` requires it."""
         # If the step was just ``reported``, its record is reused, because no value has changed since.
         with self._only_logged():
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:  # after a move, the epoch may differ
+            if self._k and self._last is None and self.watches and not moved:  # if moved, a new epoch may have begun
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()
