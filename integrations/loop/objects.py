@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...engine.distributed import current_coordinator
-from ...engine.errors import shortened
+from ...engine.errors import UnsupportedLeafError, shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import (
     Sampler,
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast")
 
 _SAMPLED = 8  # number of parameters to sample if torch does not count their changes
+_ZERO = (
+    "%s: a ZeroRedundancyOptimizer divides its state among the processes, so that no process can save all of it. Leave "
+    "it out of the state, and pass the part of each process as an extra, shard=optimizer.optim. If a scheduler changes "
+    "lr, pass it as an extra, and after a resume, set lr in optimizer.param_groups to scheduler.get_last_lr()"
+)
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
 
@@ -103,6 +108,13 @@ class ObjectsAdapter(StateAdapter):
         from ..graph import GraphCheckpointHandler
 
         return GraphCheckpointHandler(compression=options.compression)
+
+    def note_fresh(self, state: Any) -> None:
+        zero: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        if zero is not None and current_coordinator().process_count > 1:
+            for path, _ in located(state, lambda value: isinstance(value, zero.ZeroRedundancyOptimizer)):
+                raise UnsupportedLeafError(_ZERO % path)
+        super().note_fresh(state)
 
     def described(self, state: Any) -> FreshObjects:
         from ..graph import FreshObjects

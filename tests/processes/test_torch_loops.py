@@ -181,6 +181,44 @@ def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Pat
         assert [text.startswith("step 1 is saved without the gradients of 2 parameters") for text in warnings] == [True]
 
 
+def train_with_zero(process: Process, directory: str, steps: int) -> tuple[str, list[float], list[float]]:
+    """Trains with a ZeroRedundancyOptimizer; returns why it is refused, the learning rates and the weights."""
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.Linear(3, 1)
+    torch.nn.init.constant_(model.weight, 1.0)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    refusal, rates = "", []
+    with hf.CheckpointCallback(directory, save_at_end=False, save_interval_steps=2) as checkpoint:
+        try:
+            checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        except hf.errors.UnsupportedLeafError as error:
+            refusal = str(error)
+        parts = {"shard": optimizer.optim, "scheduler": scheduler}
+        state, step = checkpoint.restore_or_initialize({"model": model}, **parts)
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        while step < steps:
+            step += 1
+            model(torch.full((1, 3), float(step))).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates += scheduler.get_last_lr()
+            checkpoint.on_step(step, state, **parts)
+    return refusal, rates, model.weight.tolist()
+
+
+def test_an_optimizer_divided_among_processes_is_refused_with_advice_that_is_exact(tmp_path: Path) -> None:
+    whole = run_processes(train_with_zero, 2, str(tmp_path / "whole"), 5, backend="torch")
+    assert all("optimizer: a ZeroRedundancyOptimizer divides" in text and "shard=" in text for text, _, _ in whole)
+    run_processes(train_with_zero, 2, str(tmp_path / "run"), 3, backend="torch")
+    resumed = run_processes(train_with_zero, 2, str(tmp_path / "run"), 5, backend="torch")
+    assert [(rates, weights) for _, rates, weights in resumed] == [(rates[2:], weights) for _, rates, weights in whole]
+
+
 def restore_own_view(process: Process, directory: str) -> str:
     """Opens one path that is another directory in each process, like a disk of each node."""
     os.chdir(Path(directory, str(process.index)))
