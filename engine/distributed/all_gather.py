@@ -50,7 +50,7 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 
 
 class TorchTransport:
-    """Gloo process groups that exchange host memory, separate from the program's own groups."""
+    """A transport that uses Gloo process groups on host memory, separate from the program's own groups."""
 
     # Each process in a group has a socket to every other member, so larger teams form a grid of groups. They gather
     # first along the rows of the grid, then along its columns.

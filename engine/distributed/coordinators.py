@@ -52,8 +52,8 @@ class Coordinator(Protocol):
     method is a collective operation on devices, so calls from a background thread never delay a training step.
     `Rendezvous` implements broadcasts, gathers and barriers on top of these methods.
 
-    Coordinators support weak references. All methods raise ConnectionError if the store is gone, usually because the
-    process that hosted it has ended.
+    Coordinators support weak references. All methods raise ConnectionError if the store is unavailable, usually because
+    the process that hosted it has ended.
     """
 
     @property
@@ -245,7 +245,7 @@ class BoundedCoordinator:
         return time.monotonic()
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
-        """Make several calls under one deadline, which includes ``waits`` seconds of waiting for other processes."""
+        """Run several store calls under one deadline, extended by ``waits`` seconds of waiting for other processes."""
         if self.process_count == 1:
             return work(self.unbounded)
         limit = self._again if self.unbounded in _silent else self._limit

@@ -40,7 +40,7 @@ class ProcessGroup:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is process 0, which does the work that only one process needs to do."""
+        """Whether this is process 0, which does the work that is needed only once."""
         return self.index == 0
 
     def transport(self) -> Transport | None:
@@ -131,7 +131,7 @@ class ProcessGroup:
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run ``work`` on process 0 with all processes' JSON values; on all, return its result or raise OptionError."""
+        """Pass all processes' JSON values to ``work`` on process 0; on each, return its result or raise OptionError."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -176,5 +176,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if it alone calls this. Others wait ``start_secs`` for the work to start."""
+    """Run long work on process 0, even if no other process calls this; others wait ``start_secs`` for its start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -35,9 +35,9 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor for a wait for process 0 if process 0 may be waiting too; including the time to end a wait, it is 2.
+# Timeout factor for a wait for process 0 if process 0 may be waiting too. With the time to end the wait, it totals 2.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses per timeout of such a wait; they give the next wait the minimum timeout
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted if such a wait times out; the next gets the minimum timeout
 _SILENCE = 600.0  # default time limit in seconds for a response from the store
 _MESSAGE_LIMIT = 4000  # maximum length in characters of an error message that is sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
@@ -52,7 +52,7 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 
 @dataclass(slots=True)
 class _Misses:
-    """For each process, the number of consecutive waits in which it was missing."""
+    """Counts, for each process, the consecutive waits that it has missed."""
 
     counts: Counter[int] = field(default_factory=Counter)  # keyed by process index
     until: float = 0.0  # expiry time; a wait that begins later resets the counts
@@ -80,10 +80,10 @@ class Rendezvous:
     that wait raise
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
-      misses a process halves the timeout of the next, so that together they take less than twice the timeout. A wait
+      misses a process halves the timeout of the next, so these waits together take less than twice the timeout. A wait
       that begins more than one timeout after the previous one gets the full timeout again.
     - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, and
-      also if the store is gone or has not answered for ``limit`` seconds.
+      also if the store is unavailable or has not answered for ``limit`` seconds.
 
     A rendezvous ``within`` another one also fails if a process calls `fail` on the outer one.
 
@@ -161,7 +161,7 @@ class Rendezvous:
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
 
     def _let_others_hear(self, failed: int) -> None:
-        """Make process 0 wait until the others have noticed a failure, because its exit may end the store."""
+        """Make process 0 wait until the others have noticed a failure, because the store may end with process 0."""
         key = f"{self._prefix}/heard"
         with contextlib.suppress(Exception):  # the other processes may not be waiting, or may have ended
             if self.index:
@@ -254,7 +254,7 @@ class Rendezvous:
         self._stored += keys
 
     def _complete(self, key: str, first: bytes, process: int, deadline: float) -> bytes:
-        """Return the complete value whose first part is ``first``."""
+        """Read the other parts of a value whose first part is ``first``, and return the complete value."""
         try:
             rest = part_keys(key, value_length(first))[1:]
             return join_parts([first, *(self._wait(part_key, deadline) for part_key in rest)])
@@ -281,7 +281,7 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # to be deleted, because the store may contain a value that ended the wait
+            self._stored.append(key)  # deleted later, because the store may contain a value that ended the wait
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
@@ -352,7 +352,7 @@ class Rendezvous:
 
 
 def missed_a_process(error: BaseException | None) -> bool:
-    """Return whether an error, here or on another process, means that a process or the store did not answer."""
+    """Return whether an error of this or another process means that a process or the store did not answer."""
     if isinstance(error, PeerFailedError):
         return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
     return isinstance(error, BarrierTimeoutError)

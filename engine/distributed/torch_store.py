@@ -67,7 +67,7 @@ class TorchCoordinator:
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group does not block. It is opened by the first call, which has a deadline."""
+        """A connection that the process group cannot block. The first call opens it, because calls have a deadline."""
         shared = self._shared  # not protected by a lock, which would stay locked if process 0 froze
         if shared is not None:
             store = _prefixed("holdfast", shared)
@@ -76,7 +76,7 @@ class TorchCoordinator:
         return self._connection
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
-        """Return a view of a store that contains only values from processes of this start."""
+        """Return a view of the store with only the values that processes of this start have stored."""
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:

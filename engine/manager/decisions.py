@@ -231,7 +231,7 @@ class StepPace:
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed here because the loop waits for save_begins()
+        usual = median(self._usual)  # computed here, because in save_begins() it would delay the loop
         # Durations vary, so steps count as slower only if three in four take longer than the median without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -323,9 +323,9 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """Tracks the steps that are later than the one a run resumed from, until the run replaces or passes them."""
+    """Tracks the steps after the one from which a run resumed, until the run replaces or passes them."""
 
-    # This run has to warn about these steps because a later run cannot determine which branch a step belongs to.
+    # The warning must come from this run, because a later run cannot determine which branch a step belongs to.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
@@ -345,7 +345,7 @@ class AbandonedSteps:
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record the start of a save. Warn once about later steps unless it marks them as abandoned (``leaves``)."""
+        """Record the start of a save. Warn once about later steps unless the save marks them abandoned (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

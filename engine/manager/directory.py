@@ -254,7 +254,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Before a step is deleted, record that neither the mirror's copy of it nor any local step may be restored."""
+        """Record, before a step is deleted, that its copy in the mirror and all local steps must not be restored."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return

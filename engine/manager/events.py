@@ -86,7 +86,7 @@ class RunEvents:
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Record that the run has acquired its directory. ``newest`` is the newest step in it."""
+        """Record that the run has acquired its directory, in which ``newest`` is the newest step."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)

@@ -125,7 +125,7 @@ class StepIndex:
         with self._lock:
             for step, before in self._index.items():
                 now = index.get(step)
-                if now and now.record and before.error and before.record and not forget:  # its data is damaged
+                if now and now.record and before.error and before.record and not forget:  # keep known damage
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
             self._strays -= index.keys()
@@ -198,7 +198,7 @@ class StepIndex:
     def left_behind(self) -> frozenset[int]:
         """Return the steps that the run abandoned when it resumed from an earlier step."""
         infos = self.infos()
-        if self._left[0] is not infos:  # computed only once per list of steps, because `latest_step` needs it
+        if self._left[0] is not infos:  # cached, because every `latest_step` call needs the result
             records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
             marks = left_behind(records.values())
             self._left = infos, frozenset(step for step, record in records.items() if was_left(step, record, marks))

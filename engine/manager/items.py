@@ -109,7 +109,7 @@ class ItemSet:
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Let a step share data files with earlier steps, but not with the newest or the last one before ``step``."""
+        """Let a step share data files with earlier steps, except the newest and the last one before ``step``."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)

@@ -93,7 +93,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
-    """Combine the files of a step on all hosts. If it is incomplete, return why, or "" if its save did not finish."""
+    """Combine a step's files on all hosts. If the step is incomplete, return why, or "" if its save did not finish."""
     here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
     records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
     if not records:
@@ -119,7 +119,7 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the local step in a folder belongs to the history that ``branches`` describe."""
+    """Return whether the local step in a folder belongs to the history described by ``branches``."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     indices = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(indices) and all(step <= later.after for later in branches[indices[-1] + 1 :])
@@ -160,7 +160,7 @@ class LocalHosts:
         self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
-        self._elsewhere: dict[int, str] = {}  # on process 0, why steps that may belong to another run are not used
+        self._elsewhere: dict[int, str] = {}  # maps unused steps, perhaps of another run, to reasons; only on process 0
         self.unused: dict[int, str] = {}  # maps each unused step to the reason, such as missing files
         self.program: _Program
         try:
@@ -236,7 +236,7 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copied directory, or a series with another step_prefix, is another run despite having the same identity.
+        # A copied directory, or a series with another step_prefix, counts as another run despite its identity.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -263,7 +263,7 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # used if the entry is not a step folder
+                files = {entry.name: (where, 0)}  # fallback if the entry is not a readable step folder
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
@@ -330,7 +330,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Choose the given step, or the newest one that the directory lacks; also return why other steps are unused."""
+        """Choose the given step, or the newest one after the directory's; also return why other steps are unused."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -344,7 +344,7 @@ class LocalHosts:
         return {"whole": document, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again after hosts have found damaged files in a folder, ignoring these files; called on process 0."""
+        """Choose again, ignoring the files in ``folder`` that hosts have found to be damaged; called on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]
@@ -377,10 +377,10 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        self.unused, self.further, self.left = {}, set(), set()  # not cleared: other threads may iterate over them
+        self.unused, self.further, self.left = {}, set(), set()  # replaced, because other threads may be iterating
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return the damaged files on this host; ``digested`` selects those whose checksum is in the commit record."""
+        """Verify this host's files with (``digested``) or without a checksum in the record; return the damaged ones."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}

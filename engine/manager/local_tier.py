@@ -55,9 +55,9 @@ class LocalTier(StepPlace):
 
     shown = "the local places of the hosts"
 
-    # The program's thread changes the history after a restore before the first step, and when a step number shows that
-    # the program went back. A save uses the history from when it started. Process 0 stores this history right before
-    # the commit, and until then, steps of an abandoned branch remain valid.
+    # The program's thread changes the history when it restores a step before it reports the first one, and when a step
+    # number shows that the program went back. A save uses the history as of its start. Process 0 stores this history
+    # just before the commit; until then, steps of an abandoned branch remain valid.
 
     def __init__(self, options: Local, run: Run) -> None:
         self.url, self._options = options.url, options

@@ -183,7 +183,7 @@ class CheckpointManager(ExplainsNames):
         return max([*islice(here, 1), *self._steps.borrowed], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step includes an item, so that a loop can avoid collecting a large item in vain.
+        """Return whether a save at a step would include an item, so loops can skip collecting an item that is not due.
 
         Args:
             item: The name of the item.
@@ -462,7 +462,7 @@ class CheckpointManager(ExplainsNames):
         custom_metadata: Mapping[str, Any] | None = None,
         save_kwargs: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save a host-local step if one is due, as :meth:`save` also does.
+        """Save a host-local step if one is due; :meth:`save` also does this.
 
         Errors while files are written or copied are logged, and training continues.
 
@@ -638,7 +638,7 @@ class CheckpointManager(ExplainsNames):
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     """Record that the run resumes from a step, warn about later steps immediately, and return them in order."""
-    # By contrast, a restore defers the warning to the next save, because it may be only an inspection.
+    # By contrast, a restore defers the warning to the next save, because the program may only be inspecting the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later

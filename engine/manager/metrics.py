@@ -111,7 +111,7 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics in the form that the program passed, which need not be a dictionary."""
+    """Unwrap metrics that :func:`named` wrapped because they were not a dictionary; return others unchanged."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the name of the metric, or None if it is a number, and its value (``_ABSENT`` if it is missing)."""
+    """Return the metric's name if its value is missing or not a number, else None, and its value or ``_ABSENT``."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

@@ -196,7 +196,7 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read before the step, because the mirror deletes a step before its tombstone
+            tombstones = run.tombstones  # read first: a tombstone is cleared only after the mirror deletes the step
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -335,7 +335,7 @@ class RunMirror(StepPlace):
             self._far.ownership.release()
 
     def _warn_of_lacking(self) -> None:
-        """Warn if the mirror lacks the newest step, and name the folder that contains it."""
+        """Warn if the mirror lacks the newest step, and name the folder that contains the step."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -420,7 +420,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete the steps with tombstones from the mirror, last one first, unless the run has saved them again."""
+        """Delete the steps with tombstones from the mirror, last step first, unless the run has saved them again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None

@@ -1,8 +1,8 @@
-"""Declarations of the options of checkpoint managers.
+"""Options of checkpoint managers.
 
 :class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/`` and
-the ``checkpoint:`` section of recipes. The public classes repeat the signatures and docstrings, and tests compare these
-with the declarations. The ``metadata`` of a field contains its smallest and largest allowed values.
+the ``checkpoint:`` section of recipes. The public classes repeat these signatures and docstrings, and tests check that
+they match. The ``metadata`` of a field contains its smallest and largest allowed values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Decorate a class to fill in missing option descriptions in its docstring from the docstring of ``source``."""
+    """Return a class decorator that fills in missing option descriptions from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)
@@ -472,7 +472,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
         "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
-        "best_function": metric_name(function) if callable(function) else None,  # only the name, for the same reason
+        "best_function": metric_name(function) if callable(function) else None,  # a function itself cannot be stored
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),

@@ -1,4 +1,4 @@
-"""The ownership that allows a run to write to a directory, and the identity of the run.
+"""Ownership of a directory, which allows a run to write there, and the identity of the run.
 
 A second run is refused, but within one process, a newer manager takes over from an older one. On a file system, the
 owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), a

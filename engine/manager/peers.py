@@ -40,7 +40,7 @@ _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of bo
 _HEAD = 64 << 10  # maximum size of a frame's head in bytes
 PATIENCE = 30.0  # timeout in seconds for a peer to send or accept the next bytes
 _STRANGERS = 64  # maximum number of unauthenticated connections; further ones have to wait
-_HELLO = 1 << 10  # maximum size in bytes of the head of the frame that contains the token
+_HELLO = 1 << 10  # maximum size in bytes of the head of the frame with the token
 _IDLE = 300.0  # seconds after which an idle connection is closed
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

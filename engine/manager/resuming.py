@@ -158,7 +158,7 @@ class StepRestorer:
                 replaced.add(step)
                 steps.insert(0, (step, True))
                 continue
-            if damage.deleted:  # the run that writes to this directory has deleted it and saved newer steps
+            if damage.deleted:  # the run that owns this directory has deleted the step and saved newer ones
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps
@@ -172,7 +172,7 @@ class StepRestorer:
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
-            if not peeks:  # logged immediately, because the next step may raise an error
+            if not peeks:  # logged immediately, because reading the next step may raise an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
             damaged.append((step, damage))
         if damaged:

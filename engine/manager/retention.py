@@ -64,7 +64,7 @@ def info_of(step: int, record: CheckpointRecord) -> StepInfo:
 
 
 def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
-    """Convert the intact steps of a directory to the input of retention rules."""
+    """Return the intact steps of a directory as :class:`StepInfo` objects for the retention rules."""
     return [info_of(entry.step, entry.record) for entry in entries if entry.record is not None]
 
 
@@ -73,7 +73,7 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """A policy for ``keep=`` that selects steps to keep. Other policies may keep more, and the newest is always kept.
+    """A policy for ``keep=`` that selects steps to keep. Other policies may keep more; the newest step is always kept.
 
     Steps that no policy keeps are permanently deleted, so a policy should still select the same steps after the
     others have been deleted.
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric; newer steps win ties. If too few have it, keeps the newest others."""
+    """Keeps the ``n`` best steps by a metric; newer ones win ties. If too few have a value, keeps the newest others."""
 
     n: int
     metric: Metric

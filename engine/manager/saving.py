@@ -1,4 +1,4 @@
-"""Save the steps of a run: decide whether a save is due, take its snapshot, and apply the effects of its commit."""
+"""Save the steps of a run: decide whether a save is due, take a snapshot, commit it, and update the run afterwards."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill is informed first
+                self.run.observer.reached("saving", step)  # before the thread starts, so that drills see this first
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
