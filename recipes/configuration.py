@@ -240,7 +240,7 @@ def _recipe(document: Document) -> Recipe:
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:
-    """Translate a pydantic error into this package's own wording."""
+    """Return the message for a pydantic error in this package's own wording."""
     error_type = error["type"]
     if error_type in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(error["loc"], recipe.schema)
@@ -322,7 +322,7 @@ def merged(base: Any, values: Any) -> Any:
 
 
 def compose(text: str) -> Any:
-    """Return the root node of a YAML document, or None if it is empty; may raise YAMLError or RecursionError."""
+    """Return the root node of a YAML document, or None for an empty one; may raise YAMLError or RecursionError."""
     depth = 0
     for event in YAML(typ="safe", pure=True).parse(text):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)

@@ -72,7 +72,7 @@ class Windows:
         return {"batch": self._batch, "fingerprint": self._corpus.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore a position returned by :meth:`get_state`; raise OptionError if it belongs to another text."""
+        """Restore a position returned by :meth:`get_state`; raise OptionError if the text is a different one."""
         if state["fingerprint"] != self._corpus.fingerprint:
             raise OptionError(
                 f"the checkpoint was trained on a different text: expected CRC-32 {self._corpus.fingerprint:08x}, "

@@ -1,4 +1,4 @@
-"""Find bundled recipes, installed recipes and your own functions, and define the objects that a run passes to them.
+"""Find bundled recipes, installed recipes and your own functions, and define the objects that a run passes to a recipe.
 
 The ``recipe`` key names a bundled recipe, an entry point that an installed package declares in the group
 ``holdfast.recipes``, or a ``module:function``, which is imported with the working directory on ``sys.path``.

@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Check that the run may resume; return the step, or 0. With ``fetch``, first get newer steps from the mirror."""
+    """Return the step to resume from, or 0, if the run may resume. ``fetch`` first gets newer steps from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
@@ -123,7 +123,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the callback's keyword arguments. If this run already has checkpoints, ``auto`` becomes ``must``."""
+    """Return the callback's keyword arguments. If the run has checkpoints, ``resume=auto`` becomes ``must``."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
         arguments["resume"] = "must"
@@ -179,7 +179,7 @@ def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, s
 
 
 def blocks_resume(key: str, identity: Sequence[str], allowed: Sequence[str]) -> bool:
-    """True if a changed key identifies the run, and neither the key nor an enclosing section is allowed to change."""
+    """Return True if a changed key identifies the run, and neither the key nor an enclosing section may change."""
     return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{section}.") for section in allowed)
 
 

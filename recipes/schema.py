@@ -236,7 +236,7 @@ class Config(Section):
 
 
 def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
-    """Return an error message if a name is not in the recipe's list, or None if it is or the list is empty."""
+    """Return an error message if ``names`` is not empty and does not contain ``name``; otherwise, return None."""
     if not names or name in names:
         return None
     return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)

@@ -55,7 +55,7 @@ def encode_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the offset of each file's contents in a zip file; ``sizes`` must list the files in order."""
+    """Return the offset of each file's contents in a zip file. ``sizes`` lists the lengths in bytes, in order."""
     offsets, end = {}, 0
     for path, size in sizes.items():
         offsets[path] = end + _FILE.size + len(path.encode())

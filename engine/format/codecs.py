@@ -95,7 +95,7 @@ def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[byt
 
 
 def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) -> bytes:
-    """Decompress up to ``frames`` zstd frames, releasing the GIL; do not allocate memory based on declared sizes."""
+    """Decompress up to ``frames`` zstd frames, releasing the GIL. Declared sizes are never used to allocate memory."""
     return b"".join(_parts(data, limit, frames))
 
 
@@ -163,7 +163,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
 # ---- varints
 
 INT64_MAX, UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
-_MAX_BYTES = 10  # maximum length of an encoded 64-bit number
+_MAX_BYTES = 10  # maximum length of an encoded 64-bit number, in bytes
 
 
 def encode_varint(value: int) -> bytes:

@@ -82,7 +82,7 @@ class _Extended(NamedTuple):
 
 
 class _Reader:
-    """A decoder in which containers grow element by element, because msgpack would trust their declared sizes."""
+    """A decoder that grows containers element by element; msgpack alone would trust their declared sizes."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily because few programs read msgpack

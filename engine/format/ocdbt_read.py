@@ -75,7 +75,7 @@ class Entries:
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, or -1 if it is missing. There is a fast path for equally spaced keys."""
+        """Return the position of each key, -1 for a missing key. There is a fast path for equally spaced keys."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -111,7 +111,7 @@ class NodePlace(NamedTuple):
     length: int
 
 
-# A function that reads byte ranges one after the other, and returns fewer bytes if a file ends early.
+# A function that yields the contents of each byte range in order; fewer bytes if the file ends early.
 ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
 KeyRange = tuple[bytes, bytes]  # inclusive start and exclusive end
 
@@ -210,8 +210,8 @@ class _Reference(NamedTuple):
 class Database:
     """The newest version of a database. Nodes are read only when their keys are needed.
 
-    A malicious tree can refer to a node many times, to make a small file describe a huge database. Therefore, all nodes
-    count towards a single memory limit, which is raised only for nodes that do not overlap other nodes.
+    A malicious tree can refer to the same node many times, so that a small file describes a huge database. Therefore,
+    all nodes count towards a single memory limit, which is raised only for nodes that do not overlap others.
 
     If ``checksums`` is False, the checksums that holdfast writes after leaf nodes are not read.
     """
@@ -234,12 +234,12 @@ class Database:
         self._nodes: list[Entries] = []  # decoded leaf nodes that are not yet in `entries`
 
     def decode(self, read_nodes: ReadNodes, ranges: Sequence[KeyRange] | None = None) -> None:
-        """Decode all nodes that may contain keys in ``ranges`` (None: all nodes), and add them to `entries`."""
+        """Decode all nodes that may contain keys in ``ranges`` (None: all nodes); add their entries to `entries`."""
         while positions := self._unread_nodes(ranges):
             self._decode_nodes(positions, read_nodes)
         if not self._nodes:
             return
-        # The keys of each decoded node are known to ascend and to lie within the bounds given by the node's parent.
+        # Sorting by first key is enough, because the keys of a node ascend and lie within the bounds set by its parent.
         nodes, decoded, start = [], self.entries, 0
         for node in sorted(self._nodes, key=lambda node: node.keys[0]):
             end = bisect(decoded.keys, node.keys[0])

@@ -49,7 +49,7 @@ class Rows:
 
     key: Callable[[int], bytes]  # returns the key of a row
     shared: NDArray[np.integer]  # number of bytes that each key shares with the previous key; 0 for the first
-    suffix_ends: NDArray[np.int64]  # position in `text` at which the key's suffix, its unshared bytes, ends
+    suffix_ends: NDArray[np.int64]  # position in `text` at which the suffix of the key (its unshared bytes) ends
     text: bytes  # all suffixes, concatenated
     outside: NDArray[np.bool_]  # whether the value is in a data file
     lengths: NDArray[np.int64]  # size of the value in bytes, inline or in a data file
@@ -109,7 +109,7 @@ def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
 
 
 class _Node(NamedTuple):
-    """A node and its description in the parent node. The totals include all nodes below it."""
+    """A node, and the fields that describe it in its parent. Counts and sizes include all nodes below the node."""
 
     frame: bytes
     key: bytes  # the first key
@@ -161,7 +161,7 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
 def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
     """Return the end of the leaf that starts at row `start`, its file table, and the table index of each value."""
     spent = int(ends[start - 1]) if start else 0
-    reserve = 0  # bytes reserved for the table, whose size depends on the rows
+    reserve = 0  # bytes reserved for the file table, whose size depends on the rows in the leaf
     while True:
         stop = int(np.searchsorted(ends, spent + max(0, room - reserve), "right"))
         stop = min(max(stop, start + 1), start + _ARITY_LIMIT, len(rows))
@@ -271,7 +271,7 @@ def key_order(names: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayIndex:
-    """The locations of the chunks of zarr arrays. Sequences have one element per zarr array, columns one per chunk."""
+    """The chunk locations of zarr arrays. Names, grids and metadata have an entry per array, columns one per chunk."""
 
     names: Sequence[str]  # unique array names, in the order of `key_order`
     grids: Sequence[Grid]  # number of chunks of each array along each axis
@@ -318,7 +318,7 @@ class ArrayIndex:
             first = last
 
     def _rows(self, first: int, last: int, templates: dict[Grid, _Template]) -> Rows:
-        """Lay out the keys of some arrays. For each array, the sorted chunk keys precede the metadata key."""
+        """Lay out the keys of consecutive arrays. For each array, the sorted chunk keys precede the metadata key."""
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)

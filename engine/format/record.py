@@ -30,7 +30,7 @@ _PACKS_VERSION = 3  # first format version in which a zip file can contain the z
 DOCUMENT_LIMIT = 128 << 20  # maximum size in bytes of a document that is read or written
 
 _RESERVED = ("format", "version", "kind", "digest")
-_READABLE = frozenset({"checkpoint"})  # kinds that are formatted for human readers; all others are compact
+_READABLE = frozenset({"checkpoint"})  # document kinds that are formatted for human readers; all others are compact
 _LEVELS = 4  # number of indented levels (document, items, item, files); deeper objects are written on one line
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -39,9 +39,9 @@ _spaced = json.JSONEncoder(allow_nan=False).encode
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory with an uncommitted save; removed by the commit
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
-_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; well within the range of date libraries
+_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; date libraries support later times
 OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
-PADDED = "zero-padded_0"  # folder that makes holdfast versions without support for zero-padded names fail
+PADDED = "zero-padded_0"  # folder whose name causes an error in holdfast versions that do not support zero-padded names
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
 WITNESS = "witness.jsonl"  # file that records the steps after a save; not listed in any commit record
@@ -82,7 +82,7 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Encode JSON, indenting only objects that contain objects. This is much faster than the `json` module."""
+    """Encode JSON, indenting only objects that contain objects. This is much faster than `json` with an indent."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Return the digest of a compact document if it matches the exact bytes; None if the document was reformatted."""
+    """Return ``digest`` if it matches the bytes of a compact document; None if the document has been reformatted."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -442,7 +442,7 @@ def _decode_numbers(value: Any) -> Any:
 
 
 def _relative_path(path: Any) -> str:
-    """Return the path; raise ValueError if it leaves the directory, as a path in a malicious record may."""
+    """Return the path; raise ValueError if it leaves the directory. Malicious records may contain such paths."""
     if not isinstance(path, str) or not is_inside(path):
         raise ValueError(f"file path {path!r}")
     return path

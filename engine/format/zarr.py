@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
     data_type: str  # name of the zarr data type
     numpy: DType  # the same type as a little-endian numpy dtype
-    # Size of an additional trailing axis that holds the bytes of each element; None if elements are stored as they are.
+    # Size of an additional trailing axis that holds the bytes of each element; None if elements are stored unchanged.
     extra: int | None
 
 
@@ -40,7 +40,7 @@ _PLAIN_TYPES: tuple[type[np.generic], ...] = (
     + (np.uint8, np.uint16, np.uint32, np.uint64)
 )
 _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar in _PLAIN_TYPES}
-# Data types that are not listed at https://google.github.io/tensorstore/driver/zarr3/index.html
+# Types that https://google.github.io/tensorstore/driver/zarr3/index.html does not list; they are stored as bytes.
 _NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = r"([<>]?)(c?longdouble)([0-9]{1,3})"

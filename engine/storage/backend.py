@@ -62,7 +62,7 @@ class DataReader(Protocol):
         Args:
             offset: Start of the range, in bytes.
             length: Number of bytes to read.
-            buffer: A reusable buffer to read into, if the caller copies the bytes. If None, new memory is allocated.
+            buffer: A buffer to read into, reusable once the bytes have been copied. If None, new memory is allocated.
 
         Returns:
             A one-dimensional uint8 array of ``length`` bytes. If a buffer is given, the array is a view of it.

@@ -37,7 +37,7 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
         return memory[start : start + nbytes]
     # An almost empty huge page at the end would cost more than the few small pages that it would replace.
     huge = (nbytes + HUGE_PAGE // 4) // HUGE_PAGE * HUGE_PAGE
-    # The array starts at a huge-page boundary. The memory before it is never touched, so it costs nothing.
+    # The array starts at a huge-page boundary. The memory before the array is never touched, so it costs nothing.
     length = max(round_up(nbytes), huge) + HUGE_PAGE
     mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapping, np.uint8)

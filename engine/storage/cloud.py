@@ -65,7 +65,7 @@ _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
 _UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service does not support or allow the request
 
 _lock = Lock()
-_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one entry: the PID and event loop of a process
+_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one entry: an event loop and the PID of its process
 _conditional: dict[str, bool] = {}  # whether each service honours conditional writes, keyed by address
 
 
@@ -158,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # arrays to fill, and bytes filled in the first
+            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes filled in the first array
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -303,7 +303,7 @@ class CloudBackend(ObjectStoreBackend):
     def _is_copied(self, key: str, target: str) -> bool:
         try:
             self._try(key, "copy", lambda store: store.copy_async(key, target))
-            # Some services report an error with a success status, or treat the request as an empty upload.
+            # Some services report errors with a success status or treat the request as an empty upload: check the size.
             if self.object_size(target):
                 return True
             self._lacks.add("copy")
@@ -318,7 +318,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Test each service once by creating an object twice. A service without conditions writes the same data again.
+        # Test each service once by creating the same object twice. If it ignores conditions, both writes succeed.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:
@@ -424,7 +424,7 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return the metadata of a response. If it has no ETag, it may come from a proxy, so raise ValueError."""
+    """Return the metadata of a response. Raise ValueError if there is no ETag: the response may come from a proxy."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta

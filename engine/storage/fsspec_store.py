@@ -160,8 +160,8 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     """Return a name for a file system and a description that only equal file systems share."""
-    # Without secrets, the name is the same in all processes. With secrets, it is random: a name derived from them
-    # would reveal them, and a name without them could refer to other files in a process with other secrets.
+    # If the options contain no secrets, the name is the same in all processes. Otherwise, the name is random: a hash of
+    # the secrets could reveal them, and in a process with other secrets, a hash without them could name other files.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
@@ -195,7 +195,7 @@ def _is_arrow(filesystem: Any) -> bool:
 
 
 def _of_this_process(filesystem: Any) -> Any:
-    """Return a file system; if it was opened before this process was forked, return a new one with equal options."""
+    """Return the file system, or a new one with equal options if it was opened before this process was forked."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
     if _is_arrow(filesystem):
@@ -221,7 +221,7 @@ class FsspecBackend(ObjectStoreBackend):
         super().__init__(root, is_remote=True)
         self.given = given
         self.prefix = prefix
-        self.description = description  # equal for equal file systems
+        self.description = description  # the same for all equal file systems
         self._connect = connect
         self._whole = protocol in _WHOLE
         self._replaces = protocol in _REPLACING
@@ -381,7 +381,7 @@ class FsspecBackend(ObjectStoreBackend):
                 try:
                     fs, prefix, lock = self._filesystem()
                     with lock:
-                        fs.invalidate_cache()  # other processes may have made cached listings stale
+                        fs.invalidate_cache()  # cached listings may be stale if other processes have written files
                         answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
                 except TimeoutError as error:  # the caller must not mistake this for holdfast's own time limit
                     answer.set_exception(_TimedOutError(str(error)))
@@ -423,7 +423,7 @@ class FsspecBackend(ObjectStoreBackend):
         return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
 
     def _hidden(self, text: str) -> str:
-        """Mask all secrets from the file system's options wherever they occur in a text."""
+        """Mask the secrets in the file system's options wherever they occur in ``text``."""
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}

@@ -37,7 +37,7 @@ TEMPORARY_PREFIX = ".holdfast-"  # prefix of temporary files for atomic writes; 
 
 THREADS = 8  # number of threads that write one file, including the calling thread
 
-# Number of writer threads while a training loop runs. A few threads are almost as fast, but do not slow the loop down.
+# Number of writer threads while a training loop runs. A few threads write almost as fast but do not slow the loop.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # number of bytes that a thread collects for each write
@@ -50,7 +50,7 @@ _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux only; on other syste
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
 _SYNCS = 6  # maximum number of files and directories synced concurrently
-_SYNCS_OF_THREAD = 32  # files and directories per sync thread
+_SYNCS_OF_THREAD = 32  # number of files and directories per sync thread
 _REMOVALS = 100  # maximum number of attempts to remove a tree while other processes modify it
 
 _AWAY = "move it away"  # advice if one of our paths leads to something other than a regular file
@@ -183,7 +183,7 @@ class LocalBackend:
             if last is None:
                 _remove(key)
                 return
-            try:  # this fails if another save writes to the directory, as it may once the marker is deleted
+            try:  # fails if another save has written to the directory, which is allowed once the marker is deleted
                 os.rmdir(key)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
@@ -362,7 +362,7 @@ def _lock_request(descriptor: int, request: int, lock_type: int) -> int:
 
 
 def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read into one buffer with an extra copy, because older macOS versions lack ``os.preadv``."""
+    """Replace ``os.preadv``, which older macOS versions lack, for a single buffer. This takes an extra copy."""
     [memory] = buffers
     data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
@@ -405,7 +405,7 @@ def _advise(descriptor: int, advice: int) -> None:
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
-    """Append a line to a file without syncing. A single write keeps lines from several processes intact."""
+    """Append a line to a file without syncing. A single write call prevents processes from mixing their lines."""
     descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -500,7 +500,7 @@ def _leave_direct(descriptor: int, refusal: OSError) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve space to detect a full disk early, and set the length because writes that extend a file are slow."""
-    # If a file system cannot reserve space, the C library writes to every page. With direct I/O, the first write fails.
+    # If a file system cannot reserve space, the C library writes to every page. With direct I/O, this fails at once.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)

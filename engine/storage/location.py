@@ -1,6 +1,6 @@
 """Locations, a common representation of local paths and object store URLs.
 
-``Location`` is the only caller of the backends. It checks arguments, joins names and documents the guarantees.
+All calls to the backends go through ``Location``, which checks arguments, joins names and documents the guarantees.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def as_location(
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/``, ``gs://bucket/`` or
             ``az://container/``, or with another scheme that fsspec knows, such as ``sftp://host/`` or ``hdfs://host/``.
-        filesystem: The fsspec or pyarrow file system that contains the path ``place``. All processes that pass an
-            equal file system get the same URL for the location, and can open it. If the options of the file system
-            contain secrets, or if it cannot be pickled, the URL is valid only in this process.
+        filesystem: The fsspec or pyarrow file system that contains the path ``place``. Processes that pass equal file
+            systems get the same URL, and each of them can open it. The URL is valid only in this process if the file
+            system cannot be pickled, or if its options contain secrets.
         writes: Whether the caller is going to write to the location.
         observer: The observer to notify, which may replace the location; None means the observer of this process.
 
@@ -239,7 +239,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Whether requests cross a network and may thus arrive after the sender has given up."""
+        """Whether requests cross a network. Such requests may arrive after the sender has given up."""
         return self._backend.is_remote
 
     @property
@@ -254,7 +254,7 @@ class Location:
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Resolve the symlinks in a local path, but keep the file name, because it may indicate the format."""
+        """Resolve the symlinks in a local path, but keep the name of a file, which may indicate the format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -316,7 +316,7 @@ class Location:
         return (self / entry.name for entry in self.entries())
 
     def glob(self, pattern: str) -> Iterator[Location]:
-        """Yield the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted in each directory.
+        """Yield the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted per directory.
 
         ``**`` does not follow symlinks.
         """
@@ -432,7 +432,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether the length is exactly ``size`` bytes. The object is read only if the store reports no sizes.
+        """Return whether the length is exactly ``size`` bytes. Reads the object only if the store reports no sizes.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -447,8 +447,8 @@ class Location:
         Args:
             data: The contents.
             atomic: Whether the write is atomic: readers see either the old or the new contents, even after a crash, and
-                the name is durable as well. Non-atomic writes are cheaper; use them in uncommitted directories, whose
-                names are synced together at the end.
+                the name is durable as well. Non-atomic writes are cheaper; use them in uncommitted directories, where
+                all names are synced together at the end.
             sync: Whether to sync the contents. A non-atomic write may leave this to a later :func:`sync_all`.
             before: Files and directories on the same disk that must be durable before the new contents become visible.
                 They are synced together with the contents.
@@ -469,7 +469,7 @@ class Location:
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
-        """Write a small object if its contents equal ``expected``. If that is None, the object must not exist.
+        """Write a small object if its contents equal ``expected`` or, for ``expected=None``, if it does not exist.
 
         Returns:
             Whether the object now has the new contents, even if they were written by another process.
@@ -523,7 +523,7 @@ class Location:
         In a snapshot of an object store, only the listed objects are deleted.
 
         Args:
-            last: The name of a file in this directory to delete last, to mark an interrupted deletion.
+            last: The name of a file in this directory to delete last. The file remains if the deletion is interrupted.
             first: The name of a file in this directory to delete first.
         """
         self._writing().remove_tree(self._key, first, last)
@@ -598,7 +598,7 @@ class Location:
         return self._backend.can_share()
 
     def identity(self) -> FileIdentity:
-        """Return the identity by which :meth:`share` recognises this data file; raise OSError if it does not exist.
+        """Return the identity by which :meth:`share` recognises this data file; raise OSError if there is no file.
 
         Objects are recognised by name, because no two data files ever have the same name.
         """
@@ -637,7 +637,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         raise ValueError(f"the last segment ends at {end}, past the end of the file ({size})")
 
 
-# ---- objects that programs open as files: they are downloaded when opened, and uploaded when closed
+# ---- objects opened as files: downloaded when opened, and uploaded when closed
 
 
 class _Upload(io.BytesIO):

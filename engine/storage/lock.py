@@ -1,8 +1,8 @@
 """File locks that show whether the process holding them is still alive.
 
 The operating system releases a lock when the process that holds it dies. Object stores and some network file systems
-do not support locks. There, the file contains a token: the last writer wins, and an earlier writer notices the other
-token when it commits.
+do not support locks. On those, each writer puts its own token in the file. The last writer wins, and an earlier writer
+notices at commit that the token has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .local import open_own
 from .location import Location
 from .status import os_errors
 
-_GLANCE = 0.02  # seconds; a process that only tests a lock releases it within this time
+_GLANCE = 0.02  # seconds until the second attempt; a process that only tests a lock holds it for less than this
 
 
 class FileLock:
@@ -61,13 +61,13 @@ class FileLock:
             self.obstacle = error
 
     def is_current(self) -> bool:
-        """Return whether the path still leads to the locked file, which other processes may replace or remove."""
+        """Return whether the locked file is still at its path. Other processes may have replaced or removed it."""
         try:
             with _descriptors, os_errors(self._file.url, "access"):
                 if self.descriptor is None:
                     return False
                 locked, named = os.fstat(self.descriptor), os.stat(self._file)
-                # On NFS, locks may be local to a host and inode numbers may be reused, so times are also compared.
+                # On NFS, locks may be local to a host and inode numbers may be reused, so also compare the mtimes.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
             return False
@@ -145,11 +145,11 @@ class SaveLock(FileLock):
             raise self.conflict()
 
     def take_over(self) -> bool:
-        """Lock the marker of a dead save so that its files can be removed; return whether the marker exists.
+        """Lock the marker of a dead save before the files of the save are removed; return whether the marker exists.
 
         Raises:
-            StorageConflictError: That save is still alive.
-            StoragePermissionError: The marker cannot be opened, so it is unknown whether that save is alive.
+            StorageConflictError: The other save is still alive.
+            StoragePermissionError: The marker cannot be opened, so it is unknown whether the other save is alive.
         """
         try:
             return self._acquire(os.O_RDONLY)
@@ -190,9 +190,9 @@ class SaveLock(FileLock):
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-# Held while a lock's descriptor is opened, used or closed, because another thread could reuse its number for another
-# file. Also held during a fork, because the child must know which descriptors to close. Reentrant, because garbage
-# collection may release a lock while this thread is inside such a block.
+# Held while a lock's descriptor is opened, used or closed; otherwise, another thread could close the descriptor
+# and open another file with the same number. Also held during a fork, because the child must know which descriptors to
+# close. Reentrant, because garbage collection may release a lock in a thread that already holds `_descriptors`.
 _descriptors = threading.RLock()
 
 

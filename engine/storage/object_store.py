@@ -39,10 +39,10 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 RETRIES = 8  # maximum number of retries per request; if the service stays unreachable, they take about two minutes
-# Seconds after which a request fails, even if the client would retry, because the service may never respond.
+# Time limit in seconds, including retries, for requests that transfer no data. Some services never respond.
 REQUEST_TIMEOUT = 300.0
-WARN_AFTER = 20.0  # seconds after which a warning is logged about a pending request
-SLOWEST = 64 << 10  # minimum transfer speed, in bytes per second, that time limits allow for
+WARN_AFTER = 20.0  # seconds after which a warning about a pending request is logged
+SLOWEST = 64 << 10  # slowest transfer speed that time limits allow for, in bytes per second
 # No object is larger than this number of bytes. Before a read at a larger offset, the object's size is checked.
 _LONGEST_RANGE = 1 << 50
 GARBLED = 3  # maximum number of attempts at a request if the responses cannot be parsed
@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key; ``itself`` adds the key. Other names with the prefix may be included."""
+        """Return the sorted names below a key, and the key if ``itself``. Others with the prefix may be included."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -116,7 +116,7 @@ class ObjectStoreBackend:
         raise StorageError(f"{self.url(key)} is read-only")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        # Allocate the stream at its final length, which lets it return its bytes without a copy.
+        # A stream allocated at its final length can return its contents without a copy.
         stream = io.BytesIO(bytes(size))
         for part in file_parts(size, segments):
             stream.write(part.data)
@@ -248,7 +248,7 @@ class ObjectStoreBackend:
         return False  # prefixes need not be created
 
     def sync_directory(self, key: str) -> None:
-        pass  # every object is listed as soon as it is written
+        pass  # objects are listed as soon as they are written, so there is nothing to sync
 
     def rename(self, key: str, target: str) -> None:
         names = self._listed(key, itself=True)
@@ -349,7 +349,7 @@ class ObjectStoreBackend:
 
 
 class ObjectReader(DataReader):
-    """A reader for one object. It reads byte ranges, or the whole object once if the store does not support ranges."""
+    """A reader for one object. It reads byte ranges, or the entire object once if the store lacks range support."""
 
     def __init__(self, backend: ObjectStoreBackend, key: str, expected: int | None) -> None:
         self._backend = backend
@@ -390,7 +390,7 @@ class ObjectReader(DataReader):
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
         if self._whole is not None or self._missing is not None:
             return False
-        # Later reads wait for the response to the first one, because the service may still be hashing or fetching it.
+        # Later reads wait for the first response: until then, the service may still be hashing or fetching the object.
         if not self._first.acquire(blocking=False):
             self._answered.wait(REQUEST_TIMEOUT)
         try:

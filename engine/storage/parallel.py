@@ -1,4 +1,4 @@
-"""Thread parallelism for the whole engine: requests, transfers, copies and compression."""
+"""Thread parallelism throughout the engine: requests, transfers, copies and compression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UPLOADS = 8  # maximum number of concurrent uploads of data files; low because s
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-_LONGEST_WAIT = 0.5  # seconds
+_LONGEST_WAIT = 0.5  # maximum duration of one wait for a lock, in seconds
 
 
 class Helper(threading.Thread):
@@ -112,7 +112,7 @@ class _SharedWork(Generic[T, R]):
     work: Callable[[T], R]
     items: Sequence[T]
     most: int  # maximum number of threads once the call is awaited
-    at_first: int  # maximum number of threads until then
+    at_first: int  # maximum number of threads before the call is awaited
     awaited: threading.Event | None
     name: str
     stopped: threading.Event
@@ -144,7 +144,7 @@ class _SharedWork(Generic[T, R]):
     def _start_helpers(self) -> None:
         is_awaited = self.awaited is not None and self.awaited.is_set()
         while len(self.helpers) + 1 < (self.most if is_awaited else self.at_first):
-            # Executors would refuse work once the main thread has ended, but saves continue after that.
+            # Executors are not used: they refuse work once the main thread has ended, but a save may still be running.
             name = f"{self.name}-{len(self.helpers) + 1}"
             self.helpers.append(Helper(self.run, name, daemon=True))
             self.helpers[-1].start()

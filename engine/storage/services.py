@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Credential, S3Store
 
 LOOKUP_URL = "https://s3.amazonaws.com/{}"  # returns the region of a bucket, without authentication
-_LOOKUP_WAIT = 5.0  # seconds
+_LOOKUP_WAIT = 5.0  # time limit of the request to LOOKUP_URL, in seconds
 _STATIC = datetime.timedelta(seconds=60)  # how long credentials from a file are cached; another program may renew them
 _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -68,7 +68,7 @@ class S3(CloudBackend):
         config: dict[str, Any] = {
             "region": region,
             "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
-            "disable_bulk_delete": not once,  # some services lack it, so only callers with a fallback use it
+            "disable_bulk_delete": not once,  # not supported everywhere, so only requests with a fallback use it
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")
@@ -195,7 +195,7 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
 
 
 def _bucket_region(bucket: str) -> str:
-    """Ask Amazon for the region of a bucket, which requires no credentials."""
+    """Return the region that Amazon reports for a bucket, or us-east-1 if unknown. This needs no credentials."""
     import urllib.error  # imported lazily because a command that only parses a URL needs no HTTP client
     import urllib.request
 

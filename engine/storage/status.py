@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError for a value that is invalid in an HTTP header; clients would abort the process."""
+    """Raise StoragePermissionError for a value that HTTP headers cannot contain: a client would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} contains a character that a header cannot have, perhaps a "

@@ -26,7 +26,7 @@ except ImportError:
         "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
     ) from None
 
-# Warn if another project's distribution named `holdfast` is installed, because its modules would mix with these.
+# Warn if another project's distribution named `holdfast` is installed, because its modules would mix with ours.
 for _place in _sys.path:
     with _contextlib.suppress(OSError):
         for _name in _os.listdir(_place):
@@ -40,7 +40,7 @@ _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "stor
 
 
 def __getattr__(name):  # type checkers read __init__.pyi
-    """Load a public name on first use. If the name is in a submodule instead, the error says in which one."""
+    """Load a public name on first use. If a submodule has the name instead, the error names the submodule."""
     try:
         return _load(name)
     except AttributeError:
@@ -60,7 +60,7 @@ def _instead_of(name):
 
 
 class _PeerModules:
-    """A module finder that adds hints to errors, because ``import holdfast.v1`` does not call ``__getattr__``."""
+    """A module finder that adds hints for Orbax modules: ``import holdfast.v1`` does not call ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):

@@ -33,9 +33,9 @@ def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_sh
 
     Args:
         target: The pytree to match. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`. A leaf that is a bare
-            ``object()`` or ``...`` is restored as it was saved. The same applies to a
-            :class:`~holdfast.reports.LeafMetadata`, which ``structure()`` returns as leaves, except that jax and torch
-            arrays become numpy arrays if their library is not loaded.
+            ``object()`` or ``...`` is restored as saved. The same applies to the leaves of ``structure()``, which are
+            :class:`~holdfast.reports.LeafMetadata` objects, except that jax and torch arrays become numpy arrays if
+            their library is not loaded.
         sharding_tree: A `jax.sharding.Sharding` for all jax arrays, or a pytree of shardings with the structure of the
             target. A sharding in place of a container applies to all leaves below it, and keys may be omitted.
             Leaves without a sharding get the target's sharding.

@@ -1,6 +1,6 @@
-"""Every error that holdfast raises on purpose; those that programs catch most often are also in `holdfast` itself.
+"""The errors that holdfast raises on purpose; `holdfast` itself also exports those that programs catch most often.
 
-Each also derives from a built-in exception; :class:`HoldfastError` is their common base class.
+Every error derives from :class:`HoldfastError` and from a built-in exception.
 
 >>> import holdfast as hf
 >>> try:

@@ -1,4 +1,4 @@
-"""Checkpoint locations: a path or URL as a :class:`Location`, with object store options."""
+"""Checkpoint locations: :func:`as_location` converts a path or URL to a :class:`Location`."""
 
 from .engine.storage import Location, as_location
 

@@ -34,11 +34,11 @@ def create_coordinator_server_and_context() -> tuple[None, None]:
 
 
 def register_standard_handlers_with_options(*, use_ocdbt: bool = True, ts_context: Any = None) -> None:
-    """Accept the handler options of Orbax that match what holdfast always does.
+    """Check that Orbax's handler options match what holdfast always does.
 
     Args:
         use_ocdbt: Must be true.
-        ts_context: What :func:`create_coordinator_server_and_context` returned: None.
+        ts_context: The context returned by :func:`create_coordinator_server_and_context`, which is None.
 
     Raises:
         OptionError: ``use_ocdbt`` is false, or ``ts_context`` is given.
