@@ -36,17 +36,22 @@ def escape_key(key: str) -> str:
 
 
 def escape_keys(keys: Sequence[str]) -> list[str]:
-    """Escape keys; a single test handles the common case in which none needs escaping."""
-    return list(keys) if _are_plain(keys) else list(map(escape_key, keys))
+    """Escape keys; a single test handles the common cases: no key needs escaping, or only for dots."""
+    if _are_plain(keys):
+        return list(keys)
+    return [key.replace(".", "%2E") for key in keys] if _are_plain(keys, ".") else list(map(escape_key, keys))
 
 
 def unescape_keys(texts: Sequence[str]) -> list[str]:
-    return list(texts) if _are_plain(texts) else list(map(unescape_key, texts))
+    if _are_plain(texts):
+        return list(texts)
+    return [text.replace("%2E", ".") for text in texts] if _are_plain(texts, "%2E") else list(map(unescape_key, texts))
 
 
-def _are_plain(keys: Sequence[str]) -> bool:
-    """True if no key needs escaping: all consist of letters, digits and underscores."""
-    joined = "".join(keys)
+def _are_plain(keys: Sequence[str], dot: str = "") -> bool:
+    """True if all keys consist of letters, digits, underscores and ``dot``, so that only dots need escaping."""
+    joined = "_".join(keys)
+    joined = joined.replace(dot, "") if dot else joined
     return all(keys) and f"_{joined}".isidentifier() and _LOCK not in joined
 
 

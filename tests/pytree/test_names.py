@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.pytree import PathFilter, escape_key, format_path, join, split, unescape_key
-from holdfast.engine.pytree.names import escape_first
+from holdfast.engine.pytree.names import escape_first, escape_keys, unescape_keys
 
 keys = st.text(st.characters(codec=None), max_size=6) | st.text("./%_lock12\ud83d\ude00\x00 é", max_size=8)
 
@@ -64,6 +64,17 @@ def test_every_key_comes_back(key: str) -> None:
     assert escaped.isprintable() or not any(character in escaped for character in "./\x00\n\ud800")
     escaped.encode("utf-8")
     assert not escaped.endswith("__lock")
+
+
+@given(st.lists(keys | st.text("a._lock2E%", max_size=8), max_size=4))
+@example(["layers.0.weight", "layers.0.bias"])
+@example(["a.__lock", "b"])
+@example(["a.%2", "E"])
+@settings(deadline=None, max_examples=300)
+def test_keys_are_escaped_together_as_one_by_one(several: list[str]) -> None:
+    escaped = escape_keys(several)
+    assert escaped == [escape_key(key) for key in several]
+    assert unescape_keys(escaped) == several
 
 
 @given(st.lists(keys, max_size=4), st.lists(keys, max_size=4))
