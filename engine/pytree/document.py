@@ -106,6 +106,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
+_FEW = 8  # maximum number of keys to search for one by one; otherwise, a loop over all children is faster
 _Progress = Sequence[tuple[Pattern, Collection[int]]]  # (pattern, positions reached in it so far); see `Pattern`
 
 
@@ -122,10 +123,10 @@ class _Lookup:
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         try:
-            text = "".join(segments)
+            text = "\n".join(["", *segments, ""])
         except TypeError:  # some keys are not strings
             segments = _decode_keys(stored, "", {})[1]
-            text = "".join(segments)
+            text = "\n".join(["", *segments, ""])
         wild: list[tuple[Pattern, Collection[int]]] = []
         literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns, keyed by a key that can match next
         for pattern, positions in progress:
@@ -135,10 +136,14 @@ class _Lookup:
         indices: Iterable[int] = range(len(children))
         if not wild:  # avoid a Python loop over the children
             texts = {each.replace(".", "%2E") for each in literal}
-            chosen: Iterable[bool] = map(texts.__contains__, segments)
-            if "%2E" in text:  # an escaped dot may separate several pattern keys
-                chosen = [not texts.isdisjoint((each, each.partition("%2E")[0])) for each in segments]
-            indices = compress(indices, chosen)
+            if len(texts) <= _FEW and not any(f"\n{each}%2E" in text for each in texts):
+                offsets = [text.find(f"\n{each}\n") for each in texts]
+                indices = sorted(text.count("\n", 0, offset) for offset in offsets if offset >= 0)
+            elif "%2E" in text:  # an escaped dot may separate several pattern keys
+                heads = ((each, each.partition("%2E")[0]) for each in segments)
+                indices = compress(indices, [not texts.isdisjoint(each) for each in heads])
+            else:
+                indices = compress(indices, map(texts.__contains__, segments))
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:

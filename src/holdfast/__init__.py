@@ -11,7 +11,6 @@
 import contextlib as _contextlib
 import importlib as _importlib
 import os as _os
-import re as _re
 import sys as _sys
 
 import lazy_loader as _lazy_loader
@@ -30,7 +29,7 @@ except ImportError:
 for _place in _sys.path:
     with _contextlib.suppress(OSError):
         for _name in _os.listdir(_place):
-            if _re.fullmatch(r"holdfast-[0-9].*\.dist-info", _name):
+            if _name.startswith("holdfast-") and _name[9:10].isdigit() and _name.endswith(".dist-info"):
                 _importlib.import_module("holdfast.engine.installed").tell_of_stranger(_os.path.join(_place, _name))
 
 # Public names, listed in __init__.pyi, are loaded on first use, which keeps importing the package cheap.
