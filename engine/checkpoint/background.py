@@ -22,7 +22,7 @@ from ..streams import handlers_of
 
 _logger = logging.getLogger("holdfast")
 
-_HEAD_START = 0.005  # maximum time in seconds that a save's thread waits to let the training loop continue
+_HEAD_START = 0.005  # maximum time, in seconds, that a save's thread waits so that the training loop can continue first
 
 
 class _UnderWay(NamedTuple):
@@ -55,7 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run ``work`` and then ``ended`` on a new thread; ``work`` receives an event that is set if a caller waits."""
+        """Run ``work``, then ``ended``, on a new thread; ``work`` receives an event that is set once a caller waits."""
 
         def run() -> None:
             # Let the training loop continue first, because this thread may hold the GIL for milliseconds.
@@ -76,7 +76,7 @@ class BackgroundSave:
                 ended(result, failure)
 
         awaited = threading.Event()
-        started = threading.Lock()  # local to this call, so a forked process never waits for it
+        started = threading.Lock()  # a local variable, so that a forked process never waits for this lock
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
@@ -187,8 +187,8 @@ def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
     os._exit(1)  # the only way to set a non-zero exit status at this point
 
 
-# Exit functions run in reverse order of registration. This one ends the process, but it is registered when the engine
-# is imported, so it runs after the program's own exit functions.
+# Exit functions run in reverse order of registration. This one is registered as soon as the engine is imported, so that
+# the program's own exit functions run before it ends the process.
 atexit.register(_report_at_exit)
 
 # Like `concurrent.futures`, use an early hook, because ordinary exit functions run only after all threads have ended.

@@ -24,8 +24,8 @@ COMMITTED, during the clean-up   the same                                      t
 
 The record is renamed into place after all files that it lists are durable, and the marker is removed last. After a
 power failure, there is therefore either no record, or a record whose files are complete. The marker is locked while the
-save is running. On a file system without locks, a save also fails if its marker has another token right before or after
-the commit, so that the later of two concurrent saves wins.
+save is running. On a file system without locks, a save also fails if it finds another save's token in the marker right
+before or after the commit, so that the later of two concurrent saves wins.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Guard(Enum):
 
     MARKER = auto()  # the marker alone, so that the later of two saves wins
     CONDITION = auto()  # a marker and a conditional write, which is rejected if another save has written a record
-    ARCHIVES = auto()  # a conditional write without a marker, because archives identify themselves
+    ARCHIVES = auto()  # a conditional write without a marker, because archives are recognizable by name and contents
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
@@ -237,15 +237,15 @@ class PendingCheckpoint(ABC):
                 "(overwrite=True, or force=True with a Checkpointer or a CheckpointManager)"
             )
         self._old_record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT)
-        with contextlib.suppress(DamagedCheckpointError):  # the folders of a damaged record are unknown
+        with contextlib.suppress(DamagedCheckpointError):  # if the record is damaged, its folders are unknown
             self._old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
         self._parts.check_replaceable(self._old)
-        if self._old is not None and self._old.step is not None:  # a link may lead to another run's step
+        if self._old is not None and self._old.step is not None:  # the path may be a link to another run's step
             self.location.check_not_link()
 
     def _check_free(self, names: set[str]) -> None:
         """Raise CheckpointExistsError if the directory contains files that are not from a checkpoint or a save."""
-        if self._owned:  # witness files may be left over if they were written during a deletion
+        if self._owned:  # a witness file that was written while the step was deleted may remain
             names = {name for name in names if not WITNESSES.fullmatch(name)}
         if names and not {PARTIAL, DELETED, RECORD} & names:
             raise CheckpointExistsError(
@@ -273,7 +273,7 @@ class PendingCheckpoint(ABC):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
-        self._deletion = deletion_at(self.location) if DELETED in names else None  # marker that predates this save
+        self._deletion = deletion_at(self.location) if DELETED in names else None  # marker of an earlier deletion
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
@@ -287,7 +287,7 @@ class PendingCheckpoint(ABC):
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:
-        """Return True if the path still belongs to this save, which may have no marker or an incomplete one."""
+        """Return True if the path still belongs to this save; always True if its marker is omitted or incomplete."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if all files of this save exist and no run that has not seen the record is deleting them."""
+        """Return True if all files of this save exist and any new deletion marker lists its record as one to keep."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -413,7 +413,7 @@ class LocalCommit(PendingCheckpoint):
                 left = self._left_by_copy(items, names)
                 if not left:
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
-                    if PARTIAL in names and not self._lock.shows_life:  # kept by the sweep because of a damaged record
+                    if PARTIAL in names and not self._lock.shows_life:  # marker kept because the record is damaged
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:
@@ -461,7 +461,7 @@ class LocalCommit(PendingCheckpoint):
         files = {f"{item.folder}/{path}".rstrip("/") for item in items for path in unsynced(item.files)}
         folders = {parent for path in (*files, *self.paths.values()) for parent in parents_of(path)}
         old = {parent for path in (*folders_of(self._old), *self._stale) for parent in parents_of(path)}
-        folders |= {path for path in old if (self.location / path).is_directory()}  # some may be missing
+        folders |= {path for path in old if (self.location / path).is_directory()}  # old folders may be missing
         return [*(self.location / path for path in files | folders), self.location, self.location.parent]
 
     def _remove(self, error: BaseException | None) -> bool:

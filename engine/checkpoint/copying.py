@@ -33,10 +33,10 @@ from .save import commit_protocol
 PIECE_BYTES = 4 << 20  # bytes read, verified and written at a time
 _LEAST_PIECE = 64 << 10
 SPAN_BYTES = 16 << 20  # bytes of a data file that a thread copies at a time
-SMALL_BYTES = 1 << 20  # maximum size in bytes of a file that is written in one request
+SMALL_BYTES = 1 << 20  # maximum size, in bytes, of a file that is written in one request
 _UPLOADS = 4  # maximum number of concurrent uploads; fewer if large files would exceed `_IN_MEMORY`
 BESIDE = 16e6  # maximum rate of a copy during a save, in bytes per second; low enough not to slow down the disk
-_IN_MEMORY = 256 << 20  # maximum total size in bytes of concurrent uploads, unless a single file is larger
+_IN_MEMORY = 256 << 20  # maximum total size, in bytes, of concurrent uploads, unless a single file is larger
 _REMEMBERED = 4  # number of recent copies whose files are remembered
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose plain name was already taken
 
@@ -197,7 +197,7 @@ def copied_step(
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, yield the copy's record, and commit the copy when the block ends."""
     # If the original is damaged, remove the copied files; after other errors, keep them so that the next attempt can
-    # reuse them. ``copied`` lists the files of earlier copies, which can be sources for copies within the store.
+    # reuse them. The store itself may copy files from the earlier copies that ``copied`` lists.
     parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     transfer = transfer or Transfer()
@@ -234,7 +234,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy the witness files, ignoring errors; ``again`` skips files of equal size, because witness files only grow."""
+    """Copy the witness files, ignoring errors. With ``again``, skip those of unchanged size, as they only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):
@@ -283,7 +283,7 @@ class _Copy(NamedTuple):
         if continues and self._is_there(file):
             self.transfer.passed(size, arrived=False, sent=False)
             return
-        self.transfer.take(0)  # raises an error if the copy has been ended
+        self.transfer.take(0)  # raises the error passed to end(), if any
         if self.copied.give(file):
             self.transfer.passed(size, sent=False)
             return

@@ -1,8 +1,8 @@
 """List the contents of checkpoint directories, delete checkpoints, and clean up after interrupted operations.
 
 A deletion first renames the record to a marker, which makes the checkpoint invalid immediately. A directory with a
-marker but no record may be removed; a directory with neither is never changed. If a directory, pipe or socket has the
-name of a marker, an unfinished step is renamed to ``<step>.unreadable``, and a committed step is kept.
+marker but no record may be removed; a directory with neither is never changed. If the marker's name is taken by a
+directory, pipe or socket, an unfinished step is renamed to ``<step>.unreadable``, and a committed step is kept.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
 
-_ARCHIVE_LIMIT = 4 << 20  # maximum size in bytes of a holdfast archive, which contains at most 256 KiB of arrays
-_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # archive names in object stores
+_ARCHIVE_LIMIT = 4 << 20  # maximum size, in bytes, of a holdfast archive, which contains at most 256 KiB of arrays
+_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that holdfast gives to archives in object stores
 
 
 class CommitParts:
     """Hooks that extend the commit protocol to other kinds of checkpoints. By default, items are folders at the root.
 
     Checkpoints whose parts have their own directories use a subclass. Only the record at the root is authoritative. The
-    documents of parts are derived from the record. They are removed before the record changes (:meth:`withdraw`) and
+    documents in the parts' directories are derived from it: they are removed before it changes (:meth:`withdraw`), and
     written afterwards (:meth:`publish`), so they never contradict it. The next save or sweep writes missing documents.
     """
 
@@ -67,7 +67,7 @@ class CommitParts:
         """Write missing documents that are derived from a record."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
-        """Remove an item's folder and, if a record is passed, the documents of parts that the record does not list."""
+        """Remove an item's folder. If a record is passed, also remove the documents of a part that it does not list."""
         (self.location / folder).remove_tree()
 
 
@@ -152,13 +152,13 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         names = names_in(location) | folders_of(record)
         witnesses = {*filter(WITNESSES.fullmatch, names)}
         archives = names - {RECORD} - witnesses
-        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # archives identify themselves and need no marker
+        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # such archives are recognizable without a marker
             for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # an empty marker suffices, and avoids a request to read the record
-        # The snapshot excludes files of later saves, but includes the recorded files, which a listing may lack.
+        # A snapshot spares the files of later saves. It includes all recorded files, which a listing may lack.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
@@ -166,11 +166,11 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # possible after a file system crash; neither can be locked
+    if marker.is_link() or marker.is_directory():  # after a file system crash; a link or directory cannot be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
-        # A directory that belongs to another user cannot be removed, but it also marks the deletion.
+        # Another user's directory with the marker's name cannot be removed, but it marks the deletion just as well.
         (location / RECORD).remove() if marker.is_directory() else (location / RECORD).rename(DELETED)
     lock = SaveLock(location / DELETED)
     try:  # hold the lock, so that no save starts during the removal
@@ -188,7 +188,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
 
 
 def _release(location: Location, *locks: SaveLock) -> None:
-    """Release the locks of removed markers, which NFS keeps as files such as .nfs0123 until they are closed."""
+    """Release the locks of removed markers. Until then, NFS keeps each marker as a file such as .nfs0123."""
     kept: set[str] = set()
     try:
         with contextlib.suppress(StorageError):  # must not hide the caller's error
@@ -217,7 +217,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
     # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if this
-    # cannot be determined. The caller may hold the marker's ``lock``. A new save sweeps first, and waits for deletions.
+    # cannot be determined. ``lock`` is the marker's lock if the caller holds it. A new save sweeps first.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -251,9 +251,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests is essential (see `store_commit.py`). If this sweep has not seen the record of a save,
-        # that save notices that its marker is missing, and then that this deletion marker exists or that files are
-        # missing. The deletion marker names the record to keep and the folders to remove.
+        # The order of requests is essential (see `store_commit.py`). A save whose record this sweep has not seen will
+        # notice that its own marker is missing, and then that there is a deletion marker or that its files are missing.
+        # The deletion marker names the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
@@ -273,7 +273,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         (location / DELETED).remove()
         return True
     left = {*filter(parts.owns, folders), *record.replaced}
-    # The listing of an object store may be incomplete.
+    # In an object store, include folders that are not listed, because the listing may be incomplete.
     there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
     remove_folders(parts, there, record)
     parts.repair(record)
@@ -299,7 +299,7 @@ def sweep_stray(location: Location, listed: Collection[str], record: CheckpointR
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))
-    # A save writes its marker before its archives, and its record before it ends, so check both again.
+    # A save writes its marker before its archives, and its record before it ends, so check marker and record again.
     if archives and not {PARTIAL, DELETED} & names_in(location):
         for name in archives - folders_of(read_record(location)):
             (location / name).remove()

@@ -60,7 +60,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
     names: list[str] = []
     lines: list[str] = []
     digests: list[int] = []
-    layouts: dict[int, str] = {}  # digests of part lists, keyed by id; cached, because many arrays share a list
+    layouts: dict[int, str] = {}  # digest of each part list, keyed by the list's id, because many arrays share a list
     for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
         if isinstance(leaf, ValueLeaf):
             names.append(name)
@@ -80,7 +80,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
-    """Compute the digest of a region of an array that is complete on this process."""
+    """Compute the digest of an array's region, all of which must be on this process."""
     for piece in leaf.pieces:
         if box.common(piece.box) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])

@@ -41,7 +41,7 @@ from .commit import LocalCommit, PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
-_SMALL = 16 * 1024  # maximum size in bytes of a fragment sent to process 0 as a message instead of a file
+_SMALL = 16 * 1024  # maximum size, in bytes, of a fragment that is sent to process 0 as a message instead of a file
 _LAST_WORD = 10.0  # seconds that process 0 waits for other processes to stop writing before it cleans up
 
 
@@ -195,7 +195,7 @@ class Save:
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
         """Pack small items into zip files in memory to avoid object store requests; return the files keyed by item."""
         process = replace(self._role.process, awaited=awaited)
-        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if so, all folders already exist
+        begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # if True, all folders already exist
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
         written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
@@ -237,14 +237,14 @@ def commit_protocol(location: Location) -> type[PendingCheckpoint]:
 
 @dataclass
 class _BegunItem:
-    """An item whose handler writes directly into the folder, with its pending futures or the files already written."""
+    """An item that its handler writes directly into the folder, with pending futures or the files already written."""
 
     futures: Sequence[SaveFuture] | None
     files: Files | None = None
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         files = finish(self.futures) if self.files is None else self.files
-        self.files = files if member.count == 1 else None  # unknown if other processes also write files
+        self.files = files if member.count == 1 else None  # None if other processes also write files
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -263,7 +263,7 @@ class Primary:
     rendezvous: Rendezvous | None
     timeout: float
     shared: bool
-    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # the last broadcast
+    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # what the last broadcast contained
 
     @property
     def process(self) -> ProcessInfo:

@@ -2,15 +2,15 @@
 
 With conditional writes, a store accepts a record only if no record exists, or if the record to be replaced has not
 changed. Exactly one of several concurrent saves is thus committed; until then, no save removes another save's files.
-In a store without conditional writes, a save fails if its marker has another token right before or after the commit.
+In other stores, a save fails if it finds another save's token in the marker right before or after the commit.
 
 A sweep may run concurrently with a save. The sweep first writes a deletion marker that names the current record, and
 removes the marker of the save; if the record has changed by then, the sweep removes no other files. The save checks its
 marker after it has written its record. At least one of the two therefore detects the other and gives way.
 
 If a store supports conditional writes, and all items of a new checkpoint are archives, the save omits the marker, which
-avoids two requests. Archives identify themselves as files of a holdfast save, the conditional write of the record
-selects the winning save, and the save checks that its files still exist after it has written its record.
+avoids two requests. Leftover archives are recognizable by name and contents, the conditional write of the record
+selects the winning save, and after writing its record, the save checks that its files still exist.
 
 The effects of a crash, and the subsequent clean-up:
 
@@ -46,7 +46,7 @@ class StoreCommit(PendingCheckpoint):
         location = self.location
         names = names_in(location)
         is_untouched = not {PARTIAL, DELETED} & names
-        # Read the marker before the record, because a save that starts after the record was replaced may still commit.
+        # Read the marker first: read after the record, it could belong to a newer save, which may still commit.
         marked = self._lock.folders() if PARTIAL in names else []
         self._read_old(names, overwrite=overwrite)
         # Archives of saves without a marker, to be removed after this save has been committed.
@@ -106,8 +106,8 @@ class StoreCommit(PendingCheckpoint):
             if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
             return
-        # Another save may be running here. The marker lists the leftovers of earlier saves, which either were committed
-        # before the winning save or will never be committed.
+        # Another save may be running here. The leftovers that the marker lists can nevertheless be removed, because
+        # their saves either were committed before the winning save or will never be committed.
         is_lost = self._phase is Phase.LOST
         if is_lost and has_record(self.location):
             record = read_record(self.location)

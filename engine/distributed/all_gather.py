@@ -52,8 +52,8 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 class TorchTransport:
     """A transport that uses Gloo process groups on host memory, separate from the program's own groups."""
 
-    # Each process in a group has a socket to every other member, so larger teams form a grid of groups. They gather
-    # first along the rows of the grid, then along its columns.
+    # Each process in a group has a socket to every other member, so a team that is too large for one group forms a grid
+    # of groups. The team gathers first along the rows of the grid, then along its columns.
     largest_group = 64
 
     def __init__(self, coordinator: TorchCoordinator) -> None:

@@ -48,7 +48,7 @@ class ProcessInfo:
 class Coordinator(Protocol):
     """The processes of a program and the key-value store that they share.
 
-    Keys are strings, and values are bytes. Any thread may call any method, and a waiting call does not block others. No
+    Keys are strings, and values are bytes. Any thread may call any method, and no waiting call blocks another. No
     method is a collective operation on devices, so calls from a background thread never delay a training step.
     `Rendezvous` implements broadcasts, gathers and barriers on top of these methods.
 
@@ -284,7 +284,7 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     try:
         return answer.result(seconds)
     except TimeoutError:
-        if answer.done():  # the function itself has raised the error, or it has just returned
+        if answer.done():  # the function itself has raised a TimeoutError, or has just returned
             return answer.result()
         raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
 
@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # client (or weak reference to the group) and coordinator of each library
+_current: dict[str, tuple[Any, Any]] = {}  # each library's client (or weak reference to its group) and coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:

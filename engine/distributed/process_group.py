@@ -13,7 +13,7 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _T = TypeVar("_T")
-_WORK = 7 * 24 * 3600.0  # seconds; may be long, because a failure of process 0 reaches the others within seconds
+_WORK = 7 * 24 * 3600.0  # seconds; may be long, because the other processes notice within seconds if process 0 fails
 _MOST_LINES = 100  # maximum number of differences reported to all processes
 
 
@@ -131,7 +131,7 @@ class ProcessGroup:
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Pass all processes' JSON values to ``work`` on process 0; on each, return its result or raise OptionError."""
+        """Pass all JSON values to ``work`` on process 0; on every process, return its result or raise OptionError."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -176,5 +176,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, even if no other process calls this; others wait ``start_secs`` for its start."""
+    """Run long work on process 0, which does not wait for the others; they wait ``start_secs`` for it to start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -26,7 +26,7 @@ from .coordinators import SHARE, BoundedCoordinator, Coordinator
 
 _logger = logging.getLogger("holdfast")
 
-# Maximum size in bytes of the value of one key. jax's service would accept 4 MiB, and torch's TCPStore 8 MiB.
+# Maximum size, in bytes, of one key's value. jax's service would accept 4 MiB, and torch's TCPStore 8 MiB.
 PART_SIZE = 512 * 1024
 
 _HEADER = struct.Struct("<QI")  # length and CRC-32C of the value
@@ -35,15 +35,15 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Timeout factor for a wait for process 0 if process 0 may be waiting too. With the time to end the wait, it totals 2.
+# Factor by which timeouts are longer if process 0 itself may be waiting; 2 if the time to end the wait is included.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted if such a wait times out; the next gets the minimum timeout
-_SILENCE = 600.0  # default time limit in seconds for a response from the store
-_MESSAGE_LIMIT = 4000  # maximum length in characters of an error message that is sent to the other processes
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted if a `_GATHERED` wait times out; the next timeout is the minimum
+_SILENCE = 600.0  # default time limit, in seconds, for a response from the store
+_MESSAGE_LIMIT = 4000  # maximum length, in characters, of an error message sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
 _MOST_KEYS = 4000  # maximum number of keys that a process reports for deletion
 
-_missed_lock = Lock()  # a separate lock, because the one below is held during store requests
+_missed_lock = Lock()  # a separate lock, because `_lock` is held during store requests
 _missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
 _lock = Lock()  # protects the tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -108,7 +108,7 @@ class Rendezvous:
         self._closed = False
 
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
-        """Return the value of process 0. With ``gathered``, process 0 may wait for others before it sends the value."""
+        """Return the value of process 0. Set ``gathered`` if process 0 may first wait for the other processes."""
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:
@@ -281,7 +281,7 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # deleted later, because the store may contain a value that ended the wait
+            self._stored.append(key)  # to be deleted, because give_up() may have stored a value to end the wait
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second over all processes
-_NO_DEADLINE = timedelta(days=20)  # in milliseconds, this fits the integer type that c10d uses for timeouts
+_NO_DEADLINE = timedelta(days=20)  # short enough, in milliseconds, for the integer type that c10d uses for timeouts
 _SECONDS_TO_END = 2.0  # time limit for an abandoned wait to end
 _IDLE_CONNECTIONS = 2  # maximum number of idle connections; each uses a file descriptor of the hosting process
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
@@ -45,10 +45,10 @@ class TorchCoordinator:
     # and connection, and later `get` calls for the same key continue that wait. Only a value ends a wait, so `give_up`
     # stores a value that all processes ignore.
 
-    # torchrun keeps its store and all values when it restarts the processes. Process 0 therefore chooses a random name
-    # as the prefix of all keys of this start. It sends the name to each process that requests it, under a key that the
-    # requester chooses. When process 0 ends before all processes have the name, it stores the name and the current
-    # time. Processes accept the stored name only if they were started before that time.
+    # torchrun keeps its store and all values when it restarts the processes. At each start, process 0 therefore chooses
+    # a random name as the prefix of the keys that are used until the next start. It sends the name to each process that
+    # requests it, under a key that the requester chooses. When process 0 ends before all processes have the name, it
+    # stores the name and the current time. Processes accept the stored name only if they were started before that time.
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
@@ -59,7 +59,7 @@ class TorchCoordinator:
         self._start = os.urandom(8).hex()
         self._announcer: threading.Thread | None = None
         self._leaves = threading.Event()  # set when this process is ending
-        self._earlier = frozenset(_names)  # names of starts that this process received for earlier process groups
+        self._earlier = frozenset(_names)  # names that this process received when it joined earlier process groups
         self._is_polled = _is_polled(store)
         self._waits: dict[str, Future[bytes]] = {}  # pending waits, by key
         self._idle: list[Any] = []  # connections of finished waits, for reuse
@@ -67,7 +67,7 @@ class TorchCoordinator:
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group cannot block. The first call opens it, because calls have a deadline."""
+        """A connection that the process group cannot block, opened by the first call, because calls have a deadline."""
         shared = self._shared  # not protected by a lock, which would stay locked if process 0 froze
         if shared is not None:
             store = _prefixed("holdfast", shared)
@@ -80,7 +80,7 @@ class TorchCoordinator:
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
-            starts.set(left, f"{start} 0")  # not deleted: a process that has seen the key would wait for its value
+            starts.set(left, f"{start} 0")  # kept, because a process that has found the key waits for its value
             arguments = (starts, start, left, self.process_count, is_current, self._leaves)
             self._announcer = threading.Thread(target=_announce, args=arguments, name="holdfast-start", daemon=True)
             self._announcer.start()
@@ -256,7 +256,7 @@ _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
 _calling: set[int] = set()  # identifiers of the threads that are in a store call
 _ends = threading.Event()  # set when this process stops making store calls
 _imported = time.time()
-_names: set[str] = set()  # names of starts that this process has received
+_names: set[str] = set()  # names chosen by process 0, one per start, that this process has received
 
 
 @contextlib.contextmanager

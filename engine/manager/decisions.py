@@ -2,7 +2,7 @@
 
 Triggers evaluate a :class:`Moment` of the training loop, and :func:`decide` combines them. Most steps require no
 communication, because each process evaluates the triggers that depend only on the step. Time, metrics and failed saves
-may differ between processes, so these follow process 0 at the steps that :class:`SyncSchedule` chooses.
+may differ between processes. For these, process 0 decides for all, at the steps that :class:`SyncSchedule` chooses.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Wanted(SavePolicy):
 
 
 def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
-    """Decide to save a step if it is not saved and any trigger is due. The reason lists all triggers that are due."""
+    """Decide to save a step if it has not been saved and a trigger is due. The reason lists all such triggers."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
     due = [reason for trigger in triggers if (reason := trigger.reason(moment)) is not None]
@@ -150,8 +150,8 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 class SyncSchedule:
     """Schedules the steps at which processes agree on whether to save. The schedule is the same on all processes."""
 
-    # Process 0 predicts from the loop's pace when the next time-based save is due, and schedules an agreement halfway
-    # to it. For saves that depend on the step, processes also check for failures at growing intervals.
+    # Process 0 predicts from the loop's pace in how many steps a time-based save is due, and schedules an agreement
+    # after half of them. If saves depend on the step, processes also check for a failed save at growing intervals.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -227,12 +227,12 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return by how many seconds a save of this duration delayed the loop; None if too few steps were timed."""
+        """Return the delay, in seconds, caused by a save of the given duration; None if too few steps were timed."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
         usual = median(self._usual)  # computed here, because in save_begins() it would delay the loop
-        # Durations vary, so steps count as slower only if three in four take longer than the median without a save.
+        # Durations vary, so report a delay only if three in four steps took longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
@@ -241,8 +241,8 @@ class StepPace:
 class SaveDecisions:
     """Decides at each step whether to save. Intervals are measured from the start of the last successful save."""
 
-    # The loop may continue while a save is written. If the save fails, intervals are again measured from the previous
-    # one, so the next step is due. Processes may notice the failure at different steps, so process 0 reports it to all.
+    # The loop may continue while a save is written. If it fails, intervals are again measured from the save before it,
+    # so the next step is due. Processes may notice the failure at different steps, so process 0 reports it to all.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -354,7 +354,7 @@ class AbandonedSteps:
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"
             )
-        elif not self._left.intersection(later):  # the run has passed these steps, or has only read an older one
+        elif not self._left.intersection(later):  # the run has passed the abandoned steps, or has not gone back
             self._left &= {step}
         else:
             self.warn(later)

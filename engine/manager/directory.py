@@ -220,7 +220,7 @@ class RunDirectory(StepIndex):
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
-        # holdfast 0.1 did not record whether a mirror has the steps, so assume that one does.
+        # holdfast 0.1 did not record whether the steps are also in a mirror, so assume that they are.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         entries = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
@@ -254,7 +254,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Record, before a step is deleted, that its copy in the mirror and all local steps must not be restored."""
+        """Before a step is deleted, record that neither its copy in the mirror nor any local step may be restored."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -335,8 +335,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between creating and locking the folder. Keep a newer folder:
-                # another program may be about to fill it. The file system sets both times, so they are comparable.
+                # Remove an empty folder, as left by a run that was killed before locking it, unless it is newer than
+                # the owner file: another program may be about to fill it. (The file system sets the times of both.)
                 with contextlib.suppress(OSError):  # usually raised because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -410,7 +410,7 @@ class RunDirectory(StepIndex):
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Move a step's folder aside if it cannot be read or replaced; remove a link that is to be replaced."""
-        # Keep the folder, because it may become readable again, and a link's target, because it is not part of the run.
+        # Keep the folder, which may become readable again, and the target of a link, which is not part of the run.
         error, folder = self._indexed(step).error, self.step_location(step)
         # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()

@@ -273,5 +273,5 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return a message suffix about a step that exists in other storage tiers but cannot be read, or ""."""
+        """If a step is in other storage tiers but cannot be read, return a message suffix about it; otherwise, ""."""
         return "".join(place.elsewhere(step) for place in self._places)

@@ -186,7 +186,7 @@ class Experience:
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last failed attempt; None once a later one has resumed
+        self._lost: _Start | None = None  # the last failed attempt; None once a later attempt has resumed
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -319,7 +319,7 @@ class Experience:
         blocked, total = number_in_event(event.get("blocked_seconds")), number_in_event(event.get("total_seconds"))
         if blocked is None or total is None:
             return
-        # Both durations are measured from the call, which first waits until the previous save is durable.
+        # Both durations begin with the call of save(), which first waits until the previous save is durable.
         waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
         self._costs.append(blocked - waited + (number_in_event(event.get("slowed_seconds")) or 0.0))
         self._totals.append(max(0.0, total - waited))

@@ -1,4 +1,4 @@
-"""Find the host-local steps of a run, the hosts that have their files and copies, and the newest complete step.
+"""Find a run's host-local steps, the hosts that have the files or copies of them, and the newest complete step.
 
 At the start, a run collects the file lists of all hosts. A step is complete if every file is on at least one host. Each
 host verifies the checksums of its files in the newest complete step. :class:`~..storage.ScatteredFiles` reads files on
@@ -93,7 +93,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
-    """Combine a step's files on all hosts. If the step is incomplete, return why, or "" if its save did not finish."""
+    """Combine a step's files on all hosts, or return why the step is incomplete ("" if its save did not finish)."""
     here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
     records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
     if not records:
@@ -139,7 +139,7 @@ class _Program:
 
     hosts: Sequence[_Host]
     run: str | None  # name of the folder with the run's local steps; None while the run's directory is new
-    path_digest: str  # digest of the run directory's path, used as the suffix of the folder's name
+    path_digest: str  # digest of the path of the run's directory; the name in ``run`` ends with it
     token: str
     attempt: str  # random text that identifies this attempt of the program
     branches: tuple[LocalBranch, ...]  # the history at the start; it determines which local steps are valid
@@ -160,7 +160,7 @@ class LocalHosts:
         self.further: set[int] = set()  # other complete local steps in the run's history, read only if needed
         self.left: set[int] = set()  # complete local steps that are not in the run's history
         self._agreed_steps: list[dict[str, HeldStep]] = []  # the steps of each host by folder; only on process 0
-        self._elsewhere: dict[int, str] = {}  # maps unused steps, perhaps of another run, to reasons; only on process 0
+        self._elsewhere: dict[int, str] = {}  # unused steps, perhaps of another run, with reasons; only on process 0
         self.unused: dict[int, str] = {}  # maps each unused step to the reason, such as missing files
         self.program: _Program
         try:
@@ -179,7 +179,7 @@ class LocalHosts:
         self.program = _Program(**{**program, "hosts": hosts, "branches": branches})
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
         self.leads = hosts[self.host].leader == self._processes.index  # True if this process serves files for its host
-        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts that keep our copies
+        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts to send copies to
         if len(hosts) == 1 and local.copies and self._processes.is_primary:
             _logger.warning(
                 "%s: all processes are on one host, so that local steps have no copies: they survive the end of the "
@@ -236,7 +236,7 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copied directory, or a series with another step_prefix, counts as another run despite its identity.
+        # A copied directory, or a series with another step_prefix, counts as another run despite the same identity.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -330,7 +330,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Choose the given step, or the newest one after the directory's; also return why other steps are unused."""
+        """Choose the given step, or the newest if all in the directory are older; also return why steps are unused."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -380,7 +380,7 @@ class LocalHosts:
         self.unused, self.further, self.left = {}, set(), set()  # replaced, because other threads may be iterating
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Verify this host's files with (``digested``) or without a checksum in the record; return the damaged ones."""
+        """Return this host's damaged files; check only those with (``digested``) or without checksums in the record."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}

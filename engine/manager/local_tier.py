@@ -55,9 +55,9 @@ class LocalTier(StepPlace):
 
     shown = "the local places of the hosts"
 
-    # The program's thread changes the history when it restores a step before it reports the first one, and when a step
-    # number shows that the program went back. A save uses the history as of its start. Process 0 stores this history
-    # just before the commit; until then, steps of an abandoned branch remain valid.
+    # The program's thread changes the history if it restores a step before it has reported any, and if the number of a
+    # reported step shows that the program went back. A save uses the history as of its start. Process 0 stores this
+    # history just before the commit; until then, steps of an abandoned branch remain valid.
 
     def __init__(self, options: Local, run: Run) -> None:
         self.url, self._options = options.url, options
@@ -67,7 +67,7 @@ class LocalTier(StepPlace):
         self._seen: int | None = None  # the last step that the program reported
         self._before: int | None = None  # the step reported before ``_seen``; None if the run has gone back since
         self._newest = -1  # the highest local step in the history
-        # A step restored after the first reported step, perhaps only to inspect it, and whether it was a local step.
+        # A step restored after the last reported step, perhaps only to inspect it, and whether it was a local step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # error of a save in which a process was lost; the next save raises it
@@ -126,7 +126,7 @@ class LocalTier(StepPlace):
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Process a step reported by the program; start a branch if the run went back or saves a step ``again``."""
-        # Base the decision to save locally on reported steps: unlike restores, they are the same on all processes.
+        # Base the decision to save locally on reported steps, which, unlike restores, are the same on all processes.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # only an inspection; after resuming, the run would have reported an earlier step
+            restored = None  # only an inspection: a run that resumed there would have reported an earlier step
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -207,7 +207,7 @@ class LocalTier(StepPlace):
     def note(self, history: LocalHistory) -> None:
         """Store a history, which invalidates all local steps outside of it; called on process 0 before each commit."""
         with self._noting:
-            if history.number >= self._noted:  # equal if the same history is stored again after a fetch from the mirror
+            if history.number >= self._noted:  # equal if a fetch from the mirror has replaced the stored history
                 self._steps.note_branches(history.branches)
                 self._noted = history.number
 

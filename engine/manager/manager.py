@@ -109,11 +109,11 @@ class CheckpointManager(ExplainsNames):
         self.processes = ProcessGroup(self.directory.url, coordinator, barrier)
         self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
-        self._mirror: RunMirror | None = None  # None without a mirror, and for read-only managers
+        self._mirror: RunMirror | None = None  # None if there is no mirror or the manager is read-only
         if mirror is not None and writes:
             self._mirror = RunMirror(as_location(mirror.url), mirror, self._run)
             self._run.add_place(self._mirror)
-        self._local: LocalTier | None = None  # None without host-local steps, and for read-only managers
+        self._local: LocalTier | None = None  # None if there are no host-local steps or the manager is read-only
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # imported lazily because importing sockets is slower than a small save
 
@@ -147,7 +147,7 @@ class CheckpointManager(ExplainsNames):
         return self._run.fetch_missing(valid_step(step))
 
     def mirror_status(self) -> MirrorStatus | None:
-        """Return the status of the mirror; None without a mirror or on processes other than process 0."""
+        """Return the status of the mirror; None if there is no mirror, or if this is not process 0."""
         return self._mirror.status() if self._mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
@@ -192,7 +192,7 @@ class CheckpointManager(ExplainsNames):
         return self._saves.item_due(item, step)
 
     def best_step(self) -> int | None:
-        """Return the best step by ``best_fn``, or the newest step without ``best_fn``; None if no step qualifies."""
+        """Return the best step according to ``best_fn``, if set, or else the newest step; None if no step qualifies."""
         if self.options.best_fn is None:
             return self.latest_step()
         self._steps.add_late_metrics()
@@ -410,7 +410,7 @@ class CheckpointManager(ExplainsNames):
                 if they are due, and may be omitted.
             metrics: Numbers that are stored with the checkpoint and used to rank it, in a dictionary or another
                 container. Containers may be nested: dictionaries, lists, tuples, namedtuples, dataclasses and arrays of
-                up to 4096 numbers. They are returned and passed to ``best_fn`` as dictionaries and lists.
+                up to 4096 numbers. Containers are returned and passed to ``best_fn`` as dictionaries and lists.
             custom_metadata: JSON-serializable information about this step; see :meth:`custom_metadata`.
             force: Save even if no save is due, and atomically replace a checkpoint of the same step. After
                 :meth:`restore` of an older step, later steps are replaced even without ``force``.
@@ -446,7 +446,7 @@ class CheckpointManager(ExplainsNames):
         return self._local is not None and self._local.save(content, self._saves.due_items)
 
     def local_due(self, step: int) -> bool:
-        """Return whether a host-local save is due at a step; False without the option ``local``.
+        """Return whether a host-local save is due at a step; always False if the option ``local`` is not set.
 
         Args:
             step: The number of completed optimizer updates.
@@ -485,7 +485,7 @@ class CheckpointManager(ExplainsNames):
         return self._save_locally(StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {}))
 
     def local_status(self) -> LocalStatus | None:
-        """Return the status of this run's host-local steps; None without the option ``local``."""
+        """Return the status of this run's host-local steps; None if the option ``local`` is not set."""
         return None if self._local is None else self._local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
@@ -515,7 +515,7 @@ class CheckpointManager(ExplainsNames):
         self._pin(step, False)
 
     def _pin(self, step: int, pinned: bool) -> None:
-        with self._saves.apart_from_save_of(step):  # a save that replaces the step would commit a new record
+        with self._saves.apart_from_save_of(step):  # a save that replaces the step would overwrite its record
             self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
@@ -560,7 +560,7 @@ class CheckpointManager(ExplainsNames):
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete steps from the directory; ``everywhere`` makes the other storage tiers apply the tombstone."""
+        """Delete steps from the directory; ``everywhere`` also notifies the other storage tiers of the deletion."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()
@@ -664,7 +664,7 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return a message suffix about a step that exists in other storage tiers but cannot be read, or ""."""
+    """If a step is in other storage tiers but cannot be read, return a message suffix about it; otherwise, ""."""
     return manager._steps.elsewhere(step)
 
 

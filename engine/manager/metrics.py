@@ -27,7 +27,7 @@ _NAMELESS = "metric"  # name for the result of a lambda
 _WHOLE = ""  # key under which non-dictionary metrics are stored
 _MOST = 4096  # maximum number of values in an array or list
 _OF_EVALUATION = re.compile(r"(val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
-_PATIENCE = 1000  # maximum number of steps without an evaluation before the warning
+_PATIENCE = 1000  # number of steps after which a missing evaluation metric causes a warning
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the metric's name if its value is missing or not a number, else None, and its value or ``_ABSENT``."""
+    """Return the metric's name, or None if its value is a number; also return the value, ``_ABSENT`` if missing."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

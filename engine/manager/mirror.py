@@ -293,7 +293,7 @@ class RunMirror(StepPlace):
             self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step even if it is not due, within ``timeout`` seconds (None: ``wait_secs``); then stop."""
+        """Copy the newest step, even if not due, within ``timeout`` (by default, ``wait_secs``) seconds; then stop."""
         limit = self._limit if timeout is None else timeout
         if self._phase is _Phase.FINISHED:  # copy witness records that were added later
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
@@ -353,7 +353,7 @@ class RunMirror(StepPlace):
 
     def _work(self) -> None:
         if sys.platform == "linux" and self.location.is_local:
-            # For remote mirrors, TensorStore's threads would inherit the low priority and slow down loads.
+            # Not for remote mirrors: TensorStore's threads would inherit the low priority and slow down loads.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause: float | None = None  # retry pause after an error; new steps do not shorten it

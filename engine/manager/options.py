@@ -99,7 +99,7 @@ def shown_call(taker: object, directory: object, options: Any) -> str:
 
 
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown option; suggest equivalents of other libraries' options."""
+    """Raise UnknownArgumentError for an unknown option; if it is another library's, suggest the equivalent."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
@@ -107,7 +107,7 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
 
 
 def explains_options(taker: F) -> F:
-    """Decorate a class or function so that its errors about unknown options suggest equivalents."""
+    """Decorate a class or function so that its errors about unknown options suggest what to use instead."""
     return explains_arguments(taker, refuse_options)
 
 
@@ -271,7 +271,7 @@ class CheckpointOptions:
 
     @property
     def ranking_mode(self) -> BestMode:
-        """Whether the largest or the smallest metric is best: ``best_mode``, or "max" if it is None."""
+        """Whether the largest or the smallest metric is best: ``best_mode``, or "max" if ``best_mode`` is None."""
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:

@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 
 _LIMIT = 16 << 20  # size limit in bytes for files read by this module
 _LOOKS = 5  # maximum number of reads of an owner file that seems to belong to another manager
-_PAUSE = 0.1  # seconds between these reads
+_PAUSE = 0.1  # seconds between two reads of the owner file
 
 
 class Ownership:
@@ -86,7 +86,7 @@ class Ownership:
                 if earlier is None or not earlier.held:
                     self._take()
                     return
-            earlier._give_up()  # without the lock, because a listener may close that manager, which requires the lock
+            earlier._give_up()  # without the lock, which a listener needs if it closes the earlier manager
 
     def _take(self) -> None:
         self._directory.make_directory()
@@ -218,7 +218,7 @@ class Tombstone(NamedTuple):
     step: int
     later: bool = False  # whether the tombstone covers all steps after ``step`` instead
     time: float | None = None  # covers only records saved up to this time (seconds since the epoch); None covers all
-    fingerprint: str | None = None  # fingerprint of the step's record at that time
+    fingerprint: str | None = None  # fingerprint of the step's record when the step was deleted
 
     def covers(self, step: int, record: CheckpointRecord | None) -> bool:
         if step <= self.step if self.later else step != self.step:
@@ -230,7 +230,7 @@ class Tombstone(NamedTuple):
 
 class Tombstones(frozenset[Tombstone]):
     def cover(self, step: int, record: CheckpointRecord | None) -> bool:
-        """Return whether a step was deleted; ``record`` is the mirror's record of it, or None if it is damaged."""
+        """Return whether a step was deleted; ``record`` is its record in the mirror, or None if that is damaged."""
         return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
@@ -261,11 +261,11 @@ class RunIdentity:
     """Identifies the run to which a directory or a mirror belongs."""
 
     run: str | None = None  # random token; None if the directory is new, or was written by holdfast 0.1
-    directory: str | None = None  # in a mirror: the URL of the run's directory
-    mirror: str | None = None  # in the run's directory: the URL of its mirror
-    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by step series
-    local: str | None = None  # in the run's directory: the path of the local steps on its hosts
-    # For each series, the recent branches of the history up to the newest step. All other local steps are invalid.
+    directory: str | None = None  # URL of the run's directory; set only in its mirror
+    mirror: str | None = None  # URL of the mirror; set only in the run's directory
+    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # for each series of steps
+    local: str | None = None  # path on each host that holds the local steps; set only in the run's directory
+    # For each series, the recent branches that lead to the newest step. Local steps outside these branches are invalid.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:

@@ -34,13 +34,13 @@ from ..storage import Buffer, DataReader, aligned_empty, open_own
 
 _logger = logging.getLogger("holdfast")
 
-PIECE = 1 << 20  # maximum size of a frame's body in bytes
+PIECE = 1 << 20  # maximum size, in bytes, of a frame's body
 
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
-_HEAD = 64 << 10  # maximum size of a frame's head in bytes
+_HEAD = 64 << 10  # maximum size, in bytes, of a frame's head
 PATIENCE = 30.0  # timeout in seconds for a peer to send or accept the next bytes
 _STRANGERS = 64  # maximum number of unauthenticated connections; further ones have to wait
-_HELLO = 1 << 10  # maximum size in bytes of the head of the frame with the token
+_HELLO = 1 << 10  # maximum size, in bytes, of the head of a connection's first frame, which contains the token
 _IDLE = 300.0  # seconds after which an idle connection is closed
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -261,7 +261,7 @@ class RemoteReader(DataReader):
 
 def check_private(path: str, *, shared: bool) -> None:
     """Raise StoragePermissionError if the folder exists and another user of the host can add or replace files in it."""
-    # A shared folder may belong to root and be sticky, like /dev/shm, where users cannot replace other users' files.
+    # A shared folder may belong to root, and may be writable by all if its sticky bit protects files, as in /dev/shm.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         status = os.lstat(path)
@@ -280,7 +280,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return this host's address on the route to another host (None: to the internet), without sending packets."""
+    """Return this host's address on the route to a host, or to the internet if None, without sending packets."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

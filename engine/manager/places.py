@@ -30,7 +30,7 @@ class StepPlace:
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """Respond when the run reaches a point in its work on the given step."""
+        """Respond when the run reaches a point, such as the start of a save or a deletion, at the given step."""
 
     def newer_steps(self) -> Collection[int]:
         """Return the steps that are newer than all steps in the directory, newest first."""
@@ -49,7 +49,7 @@ class StepPlace:
         return False
 
     def elsewhere(self, step: object) -> str:
-        """Return a message suffix about a step that this tier has but the run cannot read, or ""."""
+        """If this tier has a step that the run cannot read, return a message suffix about it; otherwise, ""."""
         return ""
 
     def restored(self, step: int) -> dict[str, Any]:

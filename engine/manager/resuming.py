@@ -235,7 +235,7 @@ class StepRestorer:
             self.run.steps.mark_damaged(step, damage.reason, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
-        """Fetch a step if only another storage tier may have it. In that case, all processes must call this method."""
+        """Fetch a step that the directory lacks, if another tier may have it; all processes must call this method."""
         if any(place.may_have(step) for place in self.run.places):
             self.run.fetch_missing(step)
 
@@ -278,7 +278,7 @@ class StepRestorer:
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            if shared is not None:  # other processes may not reread the step
+            if shared is not None:  # the other processes do not necessarily reread the step
                 shared.leave()
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:

@@ -169,7 +169,7 @@ class Run:
             place.background.join()
 
     def notify(self, point: Point, step: int = -1) -> None:
-        """Notify all storage tiers that the run has reached a point in its work."""
+        """Notify all storage tiers that the run has reached a point, such as the start of a save or a deletion."""
         for place in self.places:
             place.reached(point, step)
 

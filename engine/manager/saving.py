@@ -50,7 +50,7 @@ class SaveQueue:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # A callable best_fn fetches metrics from the device, so it is called only if a trigger calls it anyway.
+        # A best_fn function fetches metrics from the device when called, so call it only if a trigger does so anyway.
         if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -108,7 +108,7 @@ class SaveQueue:
                 _logger.warning(text, step, decision.reason)
             return False
         self.run.acquire()
-        if self.run.steps.is_stray(step) and (reason is not None or not force):  # save(force=True) raises an error
+        if self.run.steps.is_stray(step) and (reason is not None or not force):  # otherwise, an error is raised later
             return False
         if force:
             self.run.observer.reached("step", step)  # decide() may not have been called for this step
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # before the thread starts, so that drills see this first
+                self.run.observer.reached("saving", step)  # before the thread starts, which reaches the later points
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
