@@ -20,15 +20,15 @@ from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, Integers, checksum_
 from .extents import FOREIGN, ChunkTable, ThreadBuffer
 from .grid import ArraySpec
 
-# Bytes; smaller arrays are copied out of the read buffer, because a view would keep the whole buffer alive.
+# Arrays smaller than this many bytes are copied out of the read buffer, because a view would keep all of it alive.
 COPY = 256 << 10
 
-_SMALL = 8 << 10  # bytes; only arrays up to this size share a memory block
+_SMALL = 8 << 10  # maximum size, in bytes, of arrays that share a memory block
 _INCOMPRESSIBLE = 1 << 10  # zstd may enlarge an incompressible chunk by 1/128 of its size plus this many bytes
 _BLOCK = 64 << 10  # bytes per memory block for small arrays; any array in a block keeps the whole block alive
 _LARGE_BLOCK = 2 << 20  # bytes per block for many small arrays; one huge page is cheaper than 32 small blocks
 _MOST_AXES = 32  # maximum number of axes in numpy 1
-_WASTE = 256  # maximum gap in bytes between two small arrays that share a block
+_WASTE = 256  # maximum gap, in bytes, between two small arrays that share a block
 
 
 class ChunkDecoder:
@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a chunk; return its values and an error message or "". ``indexed`` is the index's checksum or -1."""
+        """Verify a chunk; return its values and an error text or "". ``indexed``: its checksum in the index, or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -91,7 +91,7 @@ class OutputBox(NamedTuple):
 
 
 class Assembly:
-    """Assembles the requested arrays while threads read their chunks. Without ``keep``, only verifies the chunks."""
+    """Assembles the requested arrays while threads read their chunks; if ``keep`` is false, only verifies chunks."""
 
     # Memory for an array is allocated only once its first chunk has been verified: forged metadata may claim any size.
 
@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the contiguous boxes that can be views of a chunk's buffer, if together they cover most of it."""
+        """Return the contiguous boxes that can be views of a chunk, provided that they cover most of the chunk."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the memory into which a chunk can be read directly; None if it is not contiguous or not allocated."""
+        """Return memory into which a chunk can be read directly; None if there is none, or if it is not contiguous."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Allocate arrays or boxes that have no chunks, and return all arrays or boxes. No array may be damaged."""
+        """Return all arrays or boxes, allocating those that have no chunks. Call this only if no array is damaged."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset, in elements, of a box in the memory of an outer box; None if the box is not contiguous."""
+    """Return the offset of a box in an outer box's memory, in elements; None if the box is not contiguous there."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape

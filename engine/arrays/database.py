@@ -39,7 +39,7 @@ from .digests import INDEX, MANIFEST, Bytes, FileCheck, Integers, is_missing, re
 from .extents import ChunkReader, ChunkTable, Destinations, Extent, plan_reads, plausible
 from .source import Problem
 
-_WHOLE = 2 * NODE_LIMIT  # bytes; an index up to this size is always read as a whole
+_WHOLE = 2 * NODE_LIMIT  # maximum size, in bytes, of an index that is always read as a whole
 _MANY = 8  # after 1/8 of the index has been read in parts, the whole index is read
 _READS = 16  # number of nodes to read concurrently from an object store
 _INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; the index of ten million chunks takes about 200 MB
@@ -47,7 +47,7 @@ _INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; the index of ten m
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Add the location and ``about`` to errors about contents. Without ``about``, add the location only if missing."""
+    """Add the location and ``about`` to content errors; if ``about`` is "", only to errors that lack the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -57,7 +57,7 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """A folder of named arrays, opened for reading. Documents other than the index may have at most ``limit`` bytes."""
+    """A folder of named arrays, opened for reading. Each document except the index may have at most ``limit`` bytes."""
 
     def __init__(
         self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
@@ -134,7 +134,7 @@ class ArrayDatabase:
                     self._parts_read += length
                     return file.read(node.offset, length).tobytes()
 
-            if not self._index.entries:  # earlier versions wrote all value checksums at the end of the index
+            if not self._index.entries:  # earlier versions wrote the checksums of all values at the end of the index
                 end = len(CHECKSUMS_MAGIC)
                 is_early = read(NodePlace(INDEX, size - end, end)) == CHECKSUMS_MAGIC
             if not is_early:
@@ -240,7 +240,7 @@ class ArrayDatabase:
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]) -> ChunkTable:
-        """Look up the chunks that an assembly needs, sorted by file and offset; report missing chunks."""
+        """Return a table of the chunks that an assembly needs, sorted by file and offset; report missing chunks."""
         entries = self._entries(len(names), lambda: list(map(_keys_of, names)))
         lone, others = _lone_chunks(entries, names, assembly)
         rows: list[tuple[int, int, int, int]] = []
@@ -273,7 +273,7 @@ class ArrayDatabase:
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
     """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on other readers."""
     if assembly.keep and nbytes < PAGE:
-        return True  # direct I/O would read a whole page; verification (without ``keep``) must still bypass the cache
+        return True  # direct I/O would read a whole page; data that is only verified must still bypass the cache
     # If several processes on this machine read all arrays, the cache lets them read the disk only once. Processes that
     # are not connected detect each other while reading.
     return (shares_machine() or None) if assembly.wants_everything else False

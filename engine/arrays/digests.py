@@ -68,7 +68,7 @@ def is_missing(file: Location) -> str:
 
 @contextlib.contextmanager
 def required(file: Location) -> Iterator[None]:
-    """Report a missing file as damage, whether opening it fails (file systems) or only reading it (object stores)."""
+    """Report a missing file as damage. In an object store, opening such a file succeeds and only reading it fails."""
     try:
         with unreadable_as_damage(file):
             yield

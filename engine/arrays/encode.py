@@ -25,10 +25,10 @@ from .grid import ArraySpec
 from .plan import Layout, PlannedSegment, batches
 
 _STEP = 1 << 20  # bytes of small chunks to join into one piece
-_PIECE = 256 << 10  # bytes; a piece of this size is still in the L2 cache after it has been copied
-_SMALL = 64 << 10  # bytes; chunks up to this size are joined into larger pieces
-_FILE_BYTES = 128 << 20  # uncompressed bytes per data file of compressed chunks
-_FILES = 2  # number of data files of compressed chunks to prepare, hold in memory and write at a time
+_PIECE = 256 << 10  # bytes per piece, few enough that a piece is still in the L2 cache after it has been copied
+_SMALL = 64 << 10  # maximum size, in bytes, of chunks that are joined into larger pieces
+_FILE_BYTES = 128 << 20  # total size, in bytes before compression, of the chunks in a compressed data file
+_FILES = 2  # number of compressed data files to prepare, hold in memory and write at a time
 _GROUP_BYTES = 16 << 20  # maximum number of bytes that a thread compresses per call
 _GROUP_CHUNKS = 4096  # maximum number of chunks that a thread compresses per call
 _THREADS = 16

@@ -73,10 +73,10 @@ _THREADS = 4
 _BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
 COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied out of a reused buffer
-_FEW = 32  # maximum number of extents to read with one thread; with more, it would mostly wait for I/O
-_SMALL = 16 << 10  # bytes; smaller chunks take longer to process than to read
-LOCAL_GAP = 4 << 10  # bytes (one disk page); a gap between chunks up to this size is cheaper to read than to skip
-REMOTE_GAP = 1 << 20  # the same for object stores; transferring this much takes about as long as starting a request
+_FEW = 32  # maximum number of extents to read with one thread; with more, the thread would mostly wait for I/O
+_SMALL = 16 << 10  # size, in bytes, below which a chunk takes longer to process than to read
+LOCAL_GAP = 4 << 10  # maximum gap between chunks, in bytes, that is cheaper to read than to skip (one disk page)
+REMOTE_GAP = 1 << 20  # the same for object stores, where starting a request takes about as long as transferring the gap
 FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of a read buffer that views keep alive
 
 
@@ -108,7 +108,7 @@ class ChunkReader:
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
-    use: Callable[[Extent, Bytes], None]  # called with an extent and its bytes; their buffer is reused unless ``kept``
+    use: Callable[[Extent, Bytes], None]  # receives an extent and its bytes; the buffer is reused unless `extent.kept`
     failed: Callable[[int, Exception], None]  # called with the row of a chunk and its error
     destinations: Destinations | None = None
     buffer: ThreadBuffer = field(default_factory=ThreadBuffer)

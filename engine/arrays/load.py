@@ -59,10 +59,10 @@ def load_tree(
     like: Any = None,
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
-    # Leaf types of the run's initial state. If given, the template is the initial state of the resumed run, and leaves
-    # are restored with their saved types, including the leaves of lists and dictionaries that have grown.
+    # Leaf types of the state with which the run first began. If given, the template is the initial state of the resumed
+    # run, and all leaves, even those of lists and dictionaries that have grown, are restored with their saved types.
     began: Mapping[str, LeafType] | None = None,
-    shared: SharedReads | None = None,  # if given, all processes must call this together; shared data is read only once
+    shared: SharedReads | None = None,  # if given, all processes call `load_tree` together, and read shared data once
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
@@ -83,7 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    if source.unreadable:  # raise an error that gives the reason, instead of one about the template
+    if source.unreadable:  # let reading raise an error with the reason, before the template is compared
         source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
@@ -108,7 +108,7 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary: entries with a template as :func:`load_tree` does, and all other entries as saved."""
+    """Read a dictionary. Entries that have a template are read as by :func:`load_tree`, others as they were saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
@@ -129,7 +129,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and descriptions of mismatches by leaf name."""
+    """Return the containers and leaf templates of a resumed state, and the mismatches as text, keyed by leaf name."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -141,7 +141,7 @@ def _resumed(
                 made[name] = resumed
     if structure is not None and [*made] != [*selected]:
         saved = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
-        asked = set(structure.segments)  # the template may cover only some of the checkpoint's extras
+        asked = set(structure.segments)  # the template may lack some of the extras (other root keys) in the checkpoint
         try:
             if made.keys() == {name for name in began if name.partition(".")[0] in asked} != selected.keys():
                 structure = regrown(structure, saved)
@@ -168,7 +168,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Return the saved name of each template leaf. The names may differ in module wrappers and in dots within keys."""
+    """Return the saved name of each template leaf, even if wrapper keys were added or nested keys joined by dots."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
@@ -216,7 +216,7 @@ def with_optimizer_states(template: Any, source: TreeSource) -> Any:
 
 
 def _with_states(value: Any, keys: tuple[Any, ...], saved: Callable[[], Any]) -> Any:
-    """Fill the empty optimizer states in a value whose counterpart in the saved tree is at ``keys``."""
+    """Fill the empty optimizer states in a value; ``keys`` is the path of the corresponding value in the saved tree."""
     if type(value) not in (dict, list, tuple):
         return value
     is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
@@ -304,7 +304,7 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# Arguments of `materialize`: complete arrays, and the partition and parts of every other array, keyed by leaf index.
+# Two arguments of `materialize`: the arrays read in full, and the partition and parts of all others, by leaf index.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
@@ -385,7 +385,7 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # A run contains all selected indices of an axis or a single one, so every chunk that a box overlaps is needed.
+        # A run is a single index, or its step is no longer than a chunk, so every chunk that a box overlaps is needed.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))
@@ -412,7 +412,7 @@ def _is_integer(entry: Any) -> bool:
 
 
 def _runs(selected: range, chunk: int) -> list[range]:
-    """Return the selected indices of an axis as one run, or as one run per index if the step may skip chunks."""
+    """Return the selected indices of an axis as one run, or as one run per index if the step is longer than a chunk."""
     if abs(selected.step) <= chunk:
         return [selected] if selected else []
     return [range(number, number + 1) for number in selected]

@@ -34,8 +34,8 @@ HostLeaf = ArrayLeaf | ValueLeaf
 ChunkIds = tuple[Integers, Integers]  # for each chunk, the index of its array and its number within the array
 
 _CHUNKS_LIMIT = 1 << 20
-_TINY = 1024  # bytes; an array with more than `_CHUNKS_LIMIT` chunks below this size is refused
-_TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is worse than a chunk above the limit
+_TINY = 1024  # minimum chunk size, in bytes, of an array that has more than `_CHUNKS_LIMIT` chunks
+_TOO_SMALL = 64  # a chunk that exceeds the limit is better than one that is smaller than 1/64 of the limit
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -286,7 +286,7 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
-    """Place groups of chunks in separate data files. ``lengths`` contains the chunk size of each array in bytes."""
+    """Place groups of chunks in separate data files. ``lengths`` contains the size in bytes of each array's chunks."""
     files: list[PlannedFile] = []
     before = 0
     for arrays, numbers in groups:

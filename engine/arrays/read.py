@@ -56,7 +56,7 @@ class TreeReader(TreeSource):
         aggregate: AggregateHandler | None = None,
         select: Patterns | None = None,
     ) -> None:
-        """Open a tree. With ``select``, open only the leaves that match these patterns."""
+        """Open a tree, or only the leaves that match the patterns in ``select``."""
         location, files = open_folder(location, files)
         self.location = location
         self.files = files or {}
@@ -180,7 +180,7 @@ class TreeReader(TreeSource):
     def _read_aggregated(
         self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
     ) -> dict[str, NDArray[Any]]:
-        distinct = {id(leaf): leaf for leaf in details}  # many leaves share a few documents
+        distinct = {id(leaf): leaf for leaf in details}  # visit each dict once, because many leaves share a few dicts
         if all(leaf.get("aggregate") != handler.name for leaf in distinct.values()):
             return {}
         pairs = zip(names, details, strict=True)
@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Most leaves share details and metadata, so compare their ids. Aggregated leaves share neither; compare names.
+        # Leaves with the same details and metadata objects are described once. Aggregated leaves share no such objects.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))

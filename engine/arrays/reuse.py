@@ -38,8 +38,8 @@ _logger = logging.getLogger("holdfast")
 ChunkKey = tuple[str, int]  # an array's name and encoding, and a chunk number
 _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array number and chunk number, and its digest
 
-_SMALLEST_CHUNK = 64 << 10  # bytes; writing smaller chunks is faster than comparing them
-SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are rewritten, not shared
+_SMALLEST_CHUNK = 64 << 10  # size, in bytes, up to which writing a chunk is faster than comparing it
+SMALLEST_FILE_BYTES = 1 << 20  # minimum size, in bytes, of a shared file; smaller files are rewritten
 _LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; all other bytes waste disk space
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample in bytes
@@ -236,7 +236,7 @@ class WrittenSteps:
             identities = parallel_map(partial(self._share, new.folder), chosen, at_once, name="holdfast-share")
             for (_, file, unchanged), identity in zip(chosen, identities, strict=True):
                 if identity is None:
-                    held.update(unchanged)  # other files may contain these chunks as well
+                    held.update(unchanged)  # put the chunks back, because another file may also contain them
                     continue
                 apart.add(file.path)
                 number = len(shared.linked)
@@ -276,7 +276,7 @@ class WrittenSteps:
             if current != file.identity and current[:3] == file.identity[:3] and not _has_chunks(source, file):
                 raise OSError(errno.ESTALE, "it was changed after it was written, and its times were set back")
             identity = source.share(target, file.identity._replace(changed=current.changed))
-            for step in self._steps.values():  # linking updates the change time that all names of the file share
+            for step in self._steps.values():  # linking updates the change time, which other steps have recorded too
                 named = step.files.get(file.path)
                 if named is not None and named.identity.inode == identity.inode:
                     step.files[file.path] = named._replace(identity=identity)
@@ -295,7 +295,7 @@ class WrittenSteps:
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Refresh the recorded change times of shared files after the block has removed some of their hard links."""
+        """Refresh recorded change times after the ``with`` block has removed some hard links to shared files."""
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.names_removed())

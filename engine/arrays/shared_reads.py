@@ -35,10 +35,10 @@ T = TypeVar("T")
 _logger = logging.getLogger("holdfast")
 
 _ROUND = 64 << 20  # bytes that a process receives per all-gather
-_FEW_BYTES = 64 << 20  # bytes; below this, sharing is not worth connecting the processes
+_FEW_BYTES = 64 << 20  # minimum number of bytes that sharing must save to justify connecting the processes
 _TOO_OFTEN = 1.5  # an array is shared only if each chunk is needed by more than this many processes on average
 _MOST_CHUNKS = 4096  # maximum number of chunks per array; each chunk costs time in Python
-_WORD = 8  # bytes; the size of an all-gather is a multiple of this
+_WORD = 8  # the size of an all-gather is a multiple of this many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +167,13 @@ class SharedReads:
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
-        """Prepare the reads; with ``always``, even small reads and reads on a single machine are shared."""
+        """Prepare the reads; if ``always`` is set, even small reads and reads on a single machine are shared."""
         self._rendezvous = rendezvous
         self._transport = transport
         self._timeout = timeout
         self._always = always
         self._call = 0
-        self._awaited: str | None = "plan"  # topic of the message that the others await from this process, or None
+        self._awaited: str | None = "plan"  # topic of the message that the other processes await from this one, or None
 
     def fail(self, error: BaseException) -> None:
         """Report the failure to the other processes, which may be waiting for this one. Never raises."""
@@ -201,8 +201,8 @@ class SharedReads:
         parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes need; None for the whole leaf
         boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; all other leaves are read in full
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes need, each chunk once; return their boxes, keyed by leaf index."""
-        # If this process finds damaged data, the others wait until it calls `leave` or `fail`.
+        """Read the arrays that several processes need, each chunk only once; return boxes, keyed by leaf index."""
+        # If this process finds damaged data, the other processes wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}
         arrays: dict[int, WantedArray] = {}
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report whether this process has read its share. Return True if all have; otherwise, each reads on its own."""
+        """Report whether this process has read its share; return whether all have. If not, each reads on its own."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads what it still needs on its own: %s", problem)
         return problem is None

@@ -36,7 +36,7 @@ from .digests import Bytes
 from .plan import HostLeaf, batches
 
 _ALIGNMENT = 64
-_SHARED = 64 << 20  # bytes; smaller snapshots are copied by one thread
+_SHARED = 64 << 20  # size, in bytes, from which a snapshot is copied by two threads
 _BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
 
 _Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
@@ -44,7 +44,7 @@ _HELD = ValueLeaf({})  # placeholder for a leaf that is not copied
 
 
 class Snapshot(list[HostLeaf]):
-    """Leaves whose arrays are in a staging buffer; the buffer is reused once this list is garbage-collected."""
+    """List of leaves whose arrays are in a staging buffer; the buffer is reused once the list is garbage-collected."""
 
     def __init__(
         self, leaves: Sequence[HostLeaf] = (), known_leaves: KnownLeaves | None = None, held: Sequence[Any] = ()
@@ -65,7 +65,7 @@ class Snapshot(list[HostLeaf]):
             self._known_leaves, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for copies from accelerators; repeatedly yield the number of leading leaves that are readable."""
+        """Wait for copies from accelerators; after each wait, yield how many leaves from the start are readable."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None
@@ -151,8 +151,8 @@ class KnownTree:
     """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
-    rejects any tree whose structure or metadata would be stored differently. ``copies``, the snapshot of the leaves in
-    the buffer, may be limited to the chunks that this process writes.
+    rejects any tree whose structure or metadata would be stored differently. ``copies`` is the snapshot in the buffer,
+    which may contain only the chunks that this process writes.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
@@ -211,7 +211,7 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Yield each copy with its source, the corresponding part of a piece."""
+    """Yield pairs of destination and source: the array of each copy, and the part of a piece to copy into it."""
     if [copy.box for copy in copies] == [piece.box for piece in pieces]:
         yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return

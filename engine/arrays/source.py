@@ -27,7 +27,7 @@ from ..progress import NULL
 from ..pytree import EXTERNAL, ArrayLeaf, Box, Saved, TreeDocument, format_path, whole
 from ..storage import Location
 
-AGGREGATE_LIMIT = 256 << 20  # bytes; larger aggregates are not written
+AGGREGATE_LIMIT = 256 << 20  # maximum size of an aggregate, in bytes
 
 
 class Problem(NamedTuple):
@@ -94,7 +94,7 @@ class TreeSource(Protocol):
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if all leaves are present
 
     def external(self) -> dict[str, int]:
-        """Return the position in the saved tree of each leaf that only a type handler can read, keyed by leaf name."""
+        """Map the name of each leaf that only a type handler can read to the leaf's position in the saved tree."""
         numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
         pairs = zip(self.leaves, numbers, strict=True)
         return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
@@ -141,8 +141,8 @@ class TreeSource(Protocol):
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         """Read and verify all data; return all problems, with leaf names formatted by ``format_path``.
 
-        ``advance`` is called with the number of bytes read (of elements, or of files with a known digest). By default,
-        leaves are read one by one; leaves that cannot be restored without running code are skipped.
+        ``advance`` is called with the number of bytes read: the size of elements, or of files whose digest is known.
+        By default, leaves are read one by one; leaves that cannot be restored without running code are skipped.
         """
         problems = []
         for leaf in self.leaves:

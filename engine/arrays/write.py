@@ -35,7 +35,7 @@ _WORTH = 64 << 10  # bytes per leaf; copying fewer bytes is cheaper than determi
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # leaf kinds that are arrays
 _LEAF_BYTES = 256  # approximate size of a leaf's entries in the index and ``tree.json``, in bytes
 _SHOWN = 60  # maximum number of characters of a value in error messages
-_NAME_LIMIT = 60_000  # bytes; leaves room for the chunk numbers that index keys append to a name
+_NAME_LIMIT = 60_000  # maximum size of a name in bytes; leaves room for the chunk numbers that index keys append to it
 
 
 def write_file(location: Location, content: bytes) -> FileRecord:
@@ -130,7 +130,7 @@ class TreeWriter:
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"
-        data.make_directory(sync=False)  # the commit syncs its parent folder
+        data.make_directory(sync=False)  # the commit syncs the parent folder
         sync = member.count > 1
         token = xxhash.xxh32_hexdigest((member.token or os.urandom(16).hex()).encode())  # prefix of the file names
         chunks = self.plan.chunks_of(self._catalog, member)
@@ -207,7 +207,7 @@ class TreeWriter:
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes], *, describes: bool = True) -> dict[str, FileRecord]:
-        """Write the index of all chunks and, with ``describes``, ``tree.json``; return the file records."""
+        """Write the index of all chunks and, if ``describes`` is set, ``tree.json``; return the file records."""
         if self._fragment is not None:
             index, written = merge_fragments(self._catalog, [self._fragment], 1)
         else:
@@ -259,7 +259,7 @@ class TreeWriter:
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return plain values and unsharded 0-d arrays as text, keyed by name, to detect processes at different steps."""
+    """Return plain values and unsharded 0-d arrays as text, by name, to detect processes that differ in their step."""
     lines = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):

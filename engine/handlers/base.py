@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum size in bytes of an item packed into one file. Reading this much takes no longer than another request.
+# Maximum size, in bytes, of an item that is packed into one file. Reading it takes no longer than a second request.
 SMALL_ITEM = 256 << 10
 
 # Handler arguments that only the engine may pass; callers of a checkpointer may not.
@@ -34,7 +34,7 @@ class SaveFuture(Protocol):
     """A deferred part of a save, which can be completed on another thread."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Complete this part. Return the written files (``Files``) if they are known; other values are ignored."""
+        """Complete this part; return the written files (``Files``) if they are known. Any other result is ignored."""
         ...
 
 
@@ -42,7 +42,7 @@ class PreparedItem(Protocol):
     """An item whose snapshot has been taken. Every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share, durably if there are several processes; return a fragment for :meth:`merge`."""
+        """Write this process's share; with several processes, make it durable. Return a fragment for :meth:`merge`."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -99,10 +99,10 @@ class CheckpointHandler(abc.ABC):
         """Restore an item.
 
         Args:
-            directory: The folder of the item.
+            directory: The item's folder.
             item: A template for the result, or the object to restore into, if the handler uses one.
-            **kwargs: The caller's ``restore_kwargs``. Handlers with ``verifies`` also receive ``files``, the folder's
-                files as listed in the commit record, for verification.
+            **kwargs: The caller's ``restore_kwargs``. If the handler sets ``verifies``, it also receives ``files``, the
+                folder's files as listed in the commit record, to verify them.
 
         Returns:
             The restored item.
@@ -112,8 +112,8 @@ class CheckpointHandler(abc.ABC):
         """Describe the item without reading its data. Handlers that cannot do this should not override this method.
 
         Args:
-            directory: The folder of the item.
-            **kwargs: ``files`` for handlers with ``verifies``, as for :meth:`restore`.
+            directory: The item's folder.
+            **kwargs: ``files``, as for :meth:`restore`, if the handler sets ``verifies``.
         """
         return None
 
@@ -203,7 +203,7 @@ def size_of(prepared: PreparedItem) -> int | None:
 
 
 def write_archive(prepared: PreparedItem, location: Location, member: ProcessInfo) -> bytes | None:
-    """Pack an item of a single process into a zip file for ``location``; return None if it is not small."""
+    """Pack a single process's item into a zip file for ``location``; return None unless it is known to be small."""
     size = size_of(prepared)
     if size is None or size > SMALL_ITEM:
         return None

@@ -76,13 +76,13 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         """Restore the tree of this process; return the template if this process has no saved tree.
 
         Args:
-            directory: The folder of the item.
-            item: The template, as for trees.
+            directory: The item's folder.
+            item: The template, as for the ``restore`` method of the tree handler.
             process: The index of the process whose tree is restored instead of this process's tree.
             every: If the number of processes has changed, return the trees of all processes that took part in the save
                 as :class:`SavedShares`, without a warning.
             files: The folder's files, as listed in the commit record.
-            **kwargs: As for trees.
+            **kwargs: Further arguments of the tree handler's ``restore``.
         """
         if every:
             shares = _shares(directory, files)
@@ -126,7 +126,7 @@ def own_share(
     process: int | None = None,
     is_empty: Callable[[Share], bool] = lambda _: False,
 ) -> Share:
-    """Return the share of this process or ``process``; warn if the process count changed, unless the tree is empty."""
+    """Return the share of this or the given process; warn if the process count changed, unless the tree is empty."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):

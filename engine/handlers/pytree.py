@@ -107,7 +107,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
         self._last: _LastTree | None = None  # properties of the last tree written
         self._snapshots = 0
-        self._ignores_replicas = False  # True if the replicas of jax arrays need not be compared any more
+        self._ignores_replicas = False  # True if the replicas of jax arrays no longer need to be compared
 
     @collection_paused()
     def prepare(
@@ -127,12 +127,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Args:
             item: The tree.
             snapshot: Whether to copy mutable arrays. Immutable arrays, such as jax arrays, are referenced instead.
-            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree with one for each leaf or
-                subtree; the prefix may omit keys.
+            save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree that holds a ``SaveArgs``
+                for each leaf or subtree and may omit keys.
             layout: The sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written; the snapshot may omit the data of other processes.
             reuse: The data files of earlier steps, which are reused for unchanged arrays.
-            fresh: The types of the run's initial state (:func:`fresh_types`), for ``as_saved`` of :meth:`restore`.
+            fresh: The types of the run's initial state (:func:`fresh_types`), for a :meth:`restore` with ``as_saved``.
             **kwargs: Must be empty.
 
         Returns:
@@ -223,15 +223,15 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """Restore a tree.
 
         Args:
-            directory: The folder of the item.
+            directory: The item's folder.
             item: The template, which determines the containers, array libraries, dtypes and shardings of the result.
                 Leaves that are ``...`` or a bare ``object()`` are restored as saved. The state dict of a torch
                 optimizer that has not taken a step receives the saved values. None returns the saved containers with
                 numpy arrays.
             files: The folder's files, as listed in the commit record.
-            restore_args: A :class:`~holdfast.RestoreArgs` for all leaves, or a prefix of the template (or, without one,
-                of the saved tree) with one for each leaf or subtree; the prefix may omit keys. These arguments take
-                precedence over the template.
+            restore_args: A :class:`~holdfast.RestoreArgs` for all leaves, or a prefix of the template (of the saved
+                tree if there is no template) that holds a ``RestoreArgs`` for each leaf or subtree and may omit keys.
+                These arguments take precedence over the template.
             select: Patterns of paths; only matching leaves are read.
             transforms: Transformations from the saved tree to the template's tree, as for
                 :func:`~holdfast.load_transformed`; they require a template.
@@ -244,8 +244,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 dictionaries that have grown are restored completely; other types are an error. If the run has recorded
                 no types, only the template determines the result. Without a template, jax arrays are restored as jax
                 arrays if the program has imported jax; a list of root keys restricts this to the leaves below them.
-            entries: Templates for some entries of a saved dictionary. Templates without a saved entry are ignored, and
-                other entries are restored without a template.
+            entries: Templates for some entries of a saved dictionary. A template is ignored if its entry was not saved.
+                Entries for which no template is given are restored without one.
             source: A tree saved by another library, which is read instead of the tree in the folder.
             shared: The manager's shared reads, so that data needed by several processes is read only once.
             cast: Whether to cast leaves to the template's dtype if their dtype differs but is of the same kind, as for
@@ -347,7 +347,7 @@ class _LastTree(NamedTuple):
 
 
 def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collection[str]) -> dict[str, LeafRequest]:
-    """Return requests to restore arrays as arrays of their original library if the program has imported it."""
+    """Return requests that restore each array as an array of its original library, if that library is imported."""
     requests: dict[str, LeafRequest] = {}
     of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
     roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))
@@ -372,7 +372,7 @@ def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None
 
 
 def _warn_of_replicas(flat: Flattened) -> bool:
-    """Warn about jax arrays whose replicas differ; return True if there are any, or if no array can have replicas."""
+    """Warn about jax arrays whose replicas differ; return True if any differ, or if no array can have replicas."""
     arrays = {name: value for name, value in zip(flat.names, flat.values, strict=True) if is_on_several_devices(value)}
     try:
         differing = list(differing_replicas([*arrays], [*arrays.values()]))
@@ -395,7 +395,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:
-    """Describe the leaves; leaves that have a type handler are represented by their notes."""
+    """Describe the leaves; a leaf that has a type handler is represented by its note for ``tree.json``."""
     notes = external.notes
     if not notes:
         return describe(flat.names, flat.values, pinned_bytes=pinned_bytes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-# Default factories of defaultdicts that a document can name; other factories are not stored.
+# Default factories of a defaultdict that are stored by name; all other factories are not stored.
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
@@ -113,7 +113,7 @@ def opens_as(subclass: type, kind: str) -> None:
 
 
 # ---- flax.nnx objects, such as modules and optimizers. `nnx.state` returns their variables; loading creates copies.
-# A tree can contain such objects only if the program has imported flax.
+# A tree can contain nnx objects only if the program has imported flax.
 
 
 def is_nnx(value: object) -> bool:
@@ -126,7 +126,7 @@ def is_nnx(value: object) -> bool:
 
 
 class NnxObjects:
-    """The nnx objects in a tree. A shared variable is stored with its first object and shared again after loading."""
+    """The nnx objects in a tree. A variable of several objects is stored with the first and shared again on loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -174,7 +174,7 @@ def _with_functions(treedef: Any, children: list[Any]) -> Any:
 
 
 def _entry_key(entry: Any) -> Any:
-    names = ("key", "name", "idx")  # attributes of DictKey and FlattenedIndexKey, of GetAttrKey, and of SequenceKey
+    names = ("key", "name", "idx")  # in DictKey or FlattenedIndexKey, GetAttrKey, and SequenceKey, respectively
     return next((getattr(entry, name) for name in names if hasattr(entry, name)), str(entry))
 
 

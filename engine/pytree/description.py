@@ -35,10 +35,10 @@ _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
 
 def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int = 0) -> list[ArrayLeaf | ValueLeaf]:
-    """Describe leaves for storage. All device-to-host copies start before the first one is awaited.
+    """Describe leaves for storage. Start all device-to-host copies before waiting for the first one.
 
-    If ``pinned_bytes`` is not 0, the caller must then take a snapshot of the leaves, which copies arrays from
-    accelerators using at most this many bytes of pinned memory.
+    If ``pinned_bytes`` is not 0, the caller must take a snapshot of the described leaves. The snapshot then copies
+    arrays from accelerators and uses at most ``pinned_bytes`` bytes of pinned memory.
     """
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
@@ -54,7 +54,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
-    """Start the required copies to the host; return a dict from type to the function that describes its values."""
+    """Start the required copies to the host; return, for each type, the function that describes its values."""
     types = dict(zip(map(type, values), values, strict=True))  # one example per type, because a tree has few types
     libraries = {kind: library_of(value) for kind, value in types.items()}
     of_jax = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(types[kind])}
@@ -150,7 +150,7 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {name}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    # Gymnasium environments and similar objects have these methods.
+    # Gymnasium environments and similar objects have both a ``step`` and a ``reset`` method.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
             f"is an environment ({name}); leave it out, and after a resume, start an episode with a seed derived from "
@@ -197,10 +197,10 @@ class KnownLeaves:
                 (kind == "array" and not copied)
                 or (kind == "tensor" and not (copied and is_small(value)))
                 or (kind == "jax" and not is_whole(value.sharding))
-                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # int beyond 64 bits
+                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # int of more than 64 bits
             )
             groups["other" if is_alone else kind].append(position)
-        # Positions of numpy arrays, small host tensors, single-device jax arrays, numbers or None, and other leaves.
+        # Positions of numpy arrays, small host tensors, single-device jax arrays, numbers and None, and other leaves.
         self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
         self.tensor_facts = small_facts([values[position] for position in self.tensors]) if self.tensors else []
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
@@ -261,7 +261,7 @@ def _kind(value: Any) -> str:
 
 
 def _facts(leaf: ArrayLeaf | ValueLeaf) -> tuple[Any, ...] | None:
-    """Return the description of an array without its elements; None for other values."""
+    """Return an array's description without its elements; None for a leaf that is not an array."""
     if isinstance(leaf, ValueLeaf):
         return None
     boxes = [(piece.start, piece.array.shape) for piece in leaf.pieces]

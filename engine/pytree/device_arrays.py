@@ -30,15 +30,15 @@ from .leaves import Piece, torch
 
 _logger = logging.getLogger("holdfast")
 
-ACCELERATORS = {"cuda"}  # device types that support such copies; each is also the name of a torch module
+ACCELERATORS = {"cuda"}  # device types whose tensors this module can copy; each is also the name of a torch module
 
 # Must be a power of two: torch rounds pinned allocations up to powers of two, so other sizes would waste memory.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
-LEAST_ROOM_BYTES = 1 << 20  # bytes; if a block has less space left than this, no tensor is split to fill it
-_SMALL = 64 << 10  # bytes; below this, launching a copy takes longer than the copy itself
-_GATHERED = 4 << 20  # maximum bytes of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes covered by the first wait, doubled for every further wait, because waits are costly
+LEAST_ROOM_BYTES = 1 << 20  # minimum number of bytes left in a block for which a tensor is split to fill the block
+_SMALL = 64 << 10  # size, in bytes, below which launching a copy takes longer than the copy itself
+_GATHERED = 4 << 20  # maximum total size, in bytes, of small tensors that are joined on the device and copied at once
+FIRST_BYTES = 256 << 20  # bytes that the first wait covers; each further wait covers twice as many, as waits are costly
 
 
 class DeviceArray:
@@ -94,7 +94,7 @@ class Arrival:
         self.held: list[Any] = []  # sources, kept alive because their memory may not belong to torch's allocator
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies; repeatedly yield the number of leading leaves that have arrived.
+        """Wait for the copies; after each wait, yield how many leaves from the start have arrived.
 
         If a copy fails, RuntimeError is raised once no copies are in progress.
         """
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Advance to the first block with room for some of the bytes; return its free bytes, or 0 if there is none."""
+        """Advance to the first block with room for at least some of the bytes; return the block's free bytes, or 0."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0

@@ -28,7 +28,7 @@ def is_on_several_devices(value: Any) -> bool:
 
 
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Find those of jax arrays on several devices whose replicas differ bitwise between the devices of this process.
+    """Given jax arrays on several devices, find those whose replicas differ bitwise between this process's devices.
 
     Yields the name of each such array, the devices that agree with the replica that a save writes, and the devices that
     differ from it. Each device computes a checksum of its replica, and the checksums are compared.

@@ -28,12 +28,12 @@ _Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # decoded keys and s
 
 
 class TreeDocument(NamedTuple):
-    """The containers described by a document, as plain Python types; without a structure, the tree is a bare leaf."""
+    """The containers described by a document, as plain Python types; if ``structure`` is None, the tree is one leaf."""
 
     structure: TreeDef | None
 
     def build(self, values: Sequence[Any]) -> Any:
-        """Rebuild the tree as dict, OrderedDict, defaultdict, Counter, list, tuple and deque; keys keep their types."""
+        """Rebuild a tree from dict, OrderedDict, defaultdict, Counter, list, tuple and deque; keys keep their types."""
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
@@ -98,7 +98,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
         tree = lookup.below(document["tree"], [(pattern, pattern.begin) for pattern in lookup.unmatched], 0)
         leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        lookup.numbers = []  # a bare leaf, or damage, which is reported below when the whole document is decoded
+        lookup.numbers = []  # a bare leaf, or a damaged document; decoding the whole document below reports damage
     if lookup.unmatched or not lookup.numbers:
         names = from_document(document)[0]
         choose(names, patterns)
@@ -119,7 +119,7 @@ class _Lookup:
         self._counts: dict[int, int] = {}  # number of leaves below each container, keyed by id
 
     def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
-        """Return a container with only its matching leaves, or None if none match. ``number`` leaves precede it."""
+        """Return a container with only its matching leaves; None if no leaf matches. ``number`` leaves precede it."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         try:
@@ -182,7 +182,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document has a value. Such documents are not shared: a few bytes could expand to many large values."""
+    """True if a document has a value. It is not shared, because a few bytes could then expand to many large values."""
     return "value" in document or "base64" in document
 
 

@@ -197,7 +197,7 @@ def plain_key(key: object, depth: int = 0) -> Key:
 
 
 def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
-    """Rebuild a tree from leaves in the order of `flatten`; without a structure, the tree is a bare leaf."""
+    """Rebuild a tree from leaves in the order of `flatten`; if ``structure`` is None, the tree is a bare leaf."""
     remaining = iter(values)
     try:
         tree = next(remaining) if structure is None else _build(structure, remaining)
@@ -233,7 +233,7 @@ class Outline:
         return leaves if self.structure.collect(tree, leaves, NnxObjects()) else None
 
 
-# Types that `_Container` opens itself; `expand` opens all others.
+# Container types that `_Container` opens itself; all others are opened by `expand`.
 _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_dict": OrderedDict}
 
 
@@ -342,7 +342,7 @@ _MIXED_WIDTH = 9
 class PackedNumbers:
     """A copy of a list, tuple or deque of numbers that forms a single leaf.
 
-    The array is created on demand, because a walk over live objects only tests whether a sequence can be packed.
+    The array is created on demand: code that walks live objects only needs to know whether a sequence can be packed.
     """
 
     __slots__ = ("_details", "_items")

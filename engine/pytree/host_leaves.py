@@ -45,7 +45,7 @@ _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
-    """Return the Python kind of each real dtype in ml_dtypes; complex dtypes cannot be stored."""
+    """Map each real dtype in ml_dtypes to "int" or "float"; complex dtypes of ml_dtypes cannot be stored."""
     import ml_dtypes  # imported lazily, because numpy's own dtypes do not need it
 
     return {
@@ -58,7 +58,7 @@ def _extended() -> dict[np.dtype[Any], str]:
 
 
 def number_kind(dtype: np.dtype[Any]) -> str | None:
-    """Return the kind of Python number that matches a dtype: "bool", "int", "float" or "complex"; None for others."""
+    """Return the kind of Python number that matches a dtype: "bool", "int", "float", "complex" or None."""
     return _BUILT_IN.get(dtype.kind) or _extended().get(dtype)
 
 
@@ -88,7 +88,7 @@ def describe_numpy(value: Any) -> ArrayLeaf:
             check_storable(value.dtype)
             # Take the dtype from the value, because numpy widens an empty string to one character in the array.
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-        # Tested last, because this makes numpy import its masked array module, which takes longer than a small save.
+        # This test is last because it makes numpy import its masked array module, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as separate arrays")
         value = np.asarray(value)

@@ -50,7 +50,7 @@ def is_tracer(value: Any) -> bool:
 
 
 class JaxDescriber:
-    """Describes the jax arrays in one tree; all device-to-host copies start before the first one is awaited.
+    """Describes the jax arrays in one tree; starts all device-to-host copies before waiting for the first one.
 
     Arrays of at most ``pinned_bytes`` bytes in total stay in pinned memory, where a later snapshot reads them.
     """
@@ -429,7 +429,7 @@ class NewArray(NamedTuple):
     sharding: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    arrays: Sequence[NDArray[Any]]  # one for each of its `local_boxes`, or the whole array
+    arrays: Sequence[NDArray[Any]]  # one host array for each of the `local_boxes`, or the whole array
     implementation: Any = None  # PRNG implementation, if the arrays are key data
     weak: bool = False
 

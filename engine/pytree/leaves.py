@@ -28,13 +28,13 @@ NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "compl
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
 NUMBERS = "numbers"  # kind of packed number sequences (`PackedNumbers`)
 MIXED = "mixed"  # element type of packed sequences that mix bool, int and float
-EXTERNAL = "external"  # kind of leaves whose values a handler stores
-WEAK = "weak"  # details key of weakly typed jax arrays
+EXTERNAL = "external"  # kind of leaves whose values a type handler stores
+WEAK = "weak"  # key in the details of weakly typed jax arrays
 STATIC = "static"  # kind of functions in jax-registered objects, stored by name
 PLACEHOLDER = "placeholder"  # kind of leaves that another library saved by name only; their value is ``...``
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of leaves without data
 
-_LANDMARKS = {  # modules that `loaded` finds, each with a name that exists only after a complete import
+_LANDMARKS = {  # modules that `loaded` finds, each with a name that the module has only after a complete import
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -310,7 +310,7 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
 class LeafMetadata:
     """Kind, shape and dtype of a saved leaf, known without reading it.
 
-    In a template, it restores the leaf as a numpy array or Python value, and requires this shape and dtype.
+    As a template leaf, it restores the saved leaf as a numpy array or Python value, and requires this shape and dtype.
 
     Attributes:
         kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...

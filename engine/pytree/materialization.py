@@ -92,7 +92,7 @@ def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     bad = np.asarray(result.astype(source.dtype) != source)
     for before, after in ((source, result), (result, source)):
         if before.dtype.kind == "b" or not _limits().iinfo(before.dtype).min:
-            bad |= after < np.zeros((), after.dtype)  # same bits, but interpreted with a different sign
+            bad |= after < np.zeros((), after.dtype)  # the cast kept the bits but changed the sign
     return bad
 
 
@@ -198,8 +198,8 @@ def materialize(
 ) -> list[Any]:
     """Create leaves from saved values; raise one error for all leaves that cannot be created exactly as requested.
 
-    ``parts`` maps the index of each leaf that was read only in part to its partition and arrays. Arrays that have been
-    cast are removed from ``arrays``.
+    ``parts`` contains the partition and the arrays of every leaf that was read only in part, keyed by leaf index. An
+    array is removed from ``arrays`` once it has been cast.
     """
     results: list[Any] = list(arrays)
     # Check each description only once, because many leaves share the same description.

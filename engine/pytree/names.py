@@ -36,7 +36,7 @@ def escape_key(key: str) -> str:
 
 
 def escape_keys(keys: Sequence[str]) -> list[str]:
-    """Escape keys; a single test handles the common cases: no key needs escaping, or only for dots."""
+    """Escape keys, with fast paths for keys that need no escaping and for keys in which only dots need it."""
     if _are_plain(keys):
         return list(keys)
     return [key.replace(".", "%2E") for key in keys] if _are_plain(keys, ".") else list(map(escape_key, keys))
@@ -138,7 +138,7 @@ class PathFilter:
     def __init__(
         self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
     ) -> None:
-        """``option`` is the name of ``exclude`` in error messages."""
+        """Error messages refer to the ``exclude`` argument by the name in ``option``."""
         self._select = None if select is None else compiled(select, "select")
         self._exclude = [] if exclude is None else compiled(exclude, option)
 
@@ -203,7 +203,7 @@ class Pattern:
         return {following for position in matching for following in self._next[position]}
 
     def literal(self, positions: Collection[int]) -> Collection[str] | None:
-        """Return all keys that can match next, ignoring keys with dots; None if there are wildcards."""
+        """Return the only keys that can match next, apart from keys with dots; None if a wildcard can match."""
         keys = [self._texts[position] for position in positions if position < len(self._texts)]
         return None if any(set(key) & _WILD for key in keys) else keys
 

@@ -73,7 +73,7 @@ class Samples:
         return digests, values
 
     def differs(self, other: Samples, end: int | None = None) -> bool:
-        """True if the samples differ in a leaf before ``end`` that both could read. May wait for a device."""
+        """True if the samples differ in one of the first ``end`` leaves that both could read. May wait for a device."""
         mine, yours = (samples.fetch(1)[0][:end] for samples in (self, other))
         return len(mine) == len(yours) and bool(((mine != yours) & (mine != 0) & (yours != 0)).any())
 
@@ -117,7 +117,7 @@ class _Steady:
     """Tensors that stayed in the same memory between two samples, so that all of them can be checked at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """``views`` maps the position of each tensor in the list of ``count`` leaves to its view."""
+        """``views`` contains the view of each tensor, keyed by its position among the ``count`` leaves."""
         self.views = views
         self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
@@ -133,7 +133,7 @@ class _Steady:
         self._addresses = [views[position].address for run in self.runs.of_torch.values() for position in run.positions]
 
     def are_in(self, leaves: Sequence[Any]) -> bool:
-        """Return True if the leaves still contain these tensors, with the same memory."""
+        """Return True if the leaves still contain the recorded tensors, each in the same memory."""
         if len(leaves) != self._count or not self._positions:
             return len(leaves) == self._count
         tensors = [*map(leaves.__getitem__, self._positions)]
@@ -152,7 +152,7 @@ class Sampler:
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Start sampling arrays and numbers. Views of ``passing`` leaves, such as gradients, are not kept."""
+        """Start sampling arrays and numbers; keep no views of ``passing`` leaves, such as gradients."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
         last_views = self._views if is_steady else {**self._views, **self._steady.views}
@@ -298,7 +298,7 @@ def _add_array(runs: _Runs, position: int, array: NDArray[Any]) -> None:
 def _gathered_by_torch(views: list[Any]) -> Any:
     flat = torch.cat(views)
     if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
-        flat = flat.float()  # numpy lacks such dtypes; the conversion is exact
+        flat = flat.float()  # numpy lacks dtypes such as bfloat16; float32 represents their values exactly
     return flat
 
 

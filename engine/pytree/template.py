@@ -54,12 +54,12 @@ class LeafTemplate:
     kind: str
     shape: tuple[int, ...] | None  # shape of the stored array (for keys, of the key data); None if the kind suffices
     dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind suffices
-    leaf: Any  # the template's own leaf; None without a template
+    leaf: Any  # the template's own leaf; None if there is no template
     variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
     sharding: Any = None  # sharding of a jax array; None leaves the choice to jax
-    cast: bool = False  # whether elements of another dtype are cast to this one
-    resize: bool = False  # whether other shapes are zero-padded or truncated to this one, at the end of each axis
+    cast: bool = False  # whether elements of another dtype are cast to ``dtype``
+    resize: bool = False  # whether other shapes are zero-padded or truncated to ``shape``, at the end of each axis
     origin: str = "template"  # "template" or "request", for messages
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
     """Like `compare`, but for a template leaf that is a `LeafMetadata`."""
     metadata = metadata_of(saved)
     is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
-    # Shape and dtype are ignored for these kinds, because both depend on the value.
+    # The shape and dtype of text, bytes and numbers are not compared, because both depend on the value.
     is_free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
     if is_alike and (is_free or (wanted.shape, wanted.dtype) == (metadata.shape, metadata.dtype)):
         return None
@@ -185,7 +185,7 @@ def _same_dtype(left: np.dtype[Any], right: np.dtype[Any]) -> bool:
 
 
 def _number_of(leaf: LeafTemplate | Saved) -> str | None:
-    """Return the kind of Python number that a leaf is or can be read as; None for other leaves."""
+    """Return the kind of Python number that a leaf holds or can be converted to; None for other leaves."""
     if leaf.kind in NUMBER_KINDS:
         return leaf.kind
     is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
@@ -253,7 +253,7 @@ def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
         kind = "numpy_scalar" if saved.kind == "numpy_scalar" and request.shape is None else "numpy"
     dtype = saved.dtype
     if kind == "jax" and saved.kind in NUMBER_KINDS:
-        # jax converts numbers to this dtype, which must represent the value exactly.
+        # jax may convert a number to a narrower dtype, which must then represent the value exactly.
         dtype = jax_leaves.narrowed(dtype) or dtype
     if kind == "jax" and saved.kind == "key":
         kind = "key"
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state. ``roots`` lists the state's root keys if the saved tree may have others."""
+    """The leaf types of a fresh state. ``roots`` lists its root keys if the saved tree may have further ones."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ class FreshTypes:
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """List the reason, if any, why a resume cannot rebuild a tree that has grown since the fresh state."""
+        """Return a list with the reason why a resume cannot rebuild a grown tree; the list is empty if it can."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -416,7 +416,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return the template that restores a leaf of the fresh state, or the difference if the program has changed.
+    """Return the template that restores a leaf of the fresh state, or, if the program changed, the difference as text.
 
     ``began`` is the type that the leaf had in the fresh state when the run began.
     """

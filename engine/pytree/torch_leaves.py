@@ -34,9 +34,9 @@ _TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, for which torch imp
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary parts along an additional last axis
 HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
-# Maximum bytes that a save without its own pinned memory copies at a time; torch keeps up to twice as many pinned.
+# Maximum bytes that a save without pinned memory of its own copies asynchronously; torch pins up to twice as many.
 BYTES_AT_ONCE = 1 << 30
-_SMALL = 1 << 15  # elements; torch copies tensors of at least this size with several threads
+_SMALL = 1 << 15  # number of elements from which torch copies a tensor with several threads
 
 
 def is_dtensor(value: Any) -> bool:
@@ -44,7 +44,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors in one tree; with ``later``, device copies are left to the next snapshot if possible."""
+    """Describes the tensors in one tree; if ``later`` is set, the next snapshot makes device copies where possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
@@ -290,7 +290,7 @@ def is_dense(tensor: Any) -> bool:
 
 
 def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
-    """Return a tensor with the elements of an array; without ``copy``, both share the memory."""
+    """Return a tensor with the elements of an array; if ``copy`` is false, the two share memory."""
     name = torch_name(array.dtype)
     if name is None:
         raise TypeError(f"torch has no elements of type {array.dtype}")
@@ -316,7 +316,7 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
 
 
 def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
-    """Return the parts of an array and their future holders if the template is a DTensor; None for other tensors."""
+    """Return an array's parts and the processes that will hold each part, or None if the template is not a DTensor."""
     if not is_dtensor(template):
         return None
     parts = _sharding_like(template, shape).parts()
@@ -343,7 +343,7 @@ def put(
     return _finished(tensor, template)
 
 
-STRIDES = "strides"  # details key for the strides, in elements, of dense tensors that are not in C order
+STRIDES = "strides"  # key in the details for the strides, in elements, of dense tensors that are not in C order
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
@@ -496,7 +496,7 @@ def _placed_boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:
-    """Split the held indices into ``rounds`` equal blocks; return share ``index`` of ``count`` from each block."""
+    """Split held indices into ``rounds`` equal blocks of ``count`` shares; return share ``index`` of each block."""
     shares = []
     size = sum(high - low for low, high in held)
     for block in range(rounds):
@@ -512,7 +512,7 @@ def _chunk(begin: int, end: int, count: int, index: int) -> Interval:
 
 
 def _taken(held: list[Interval], begin: int, end: int) -> list[Interval]:
-    """Return the held indices from position ``begin`` to position ``end`` among all held indices."""
+    """Treat the held intervals as one sequence of indices; return the slice from ``begin`` to ``end``."""
     taken, position = [], 0
     for low, high in held:
         first, last = max(begin - position, 0), min(end - position, high - low)
@@ -574,7 +574,7 @@ def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
 
 @lru_cache(maxsize=64)
 def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
-    """Return a mesh repeated along further axes of its root mesh. These become the leading axes."""
+    """Return a mesh repeated along further axes of its root mesh, which become the leading axes of the result."""
     ranks = {coordinates: process for process, coordinates in root.coordinates.items()}
     processes = []
     for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):

@@ -314,7 +314,7 @@ class _Planner:
 
 
 def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator[tuple[str, tuple[int, int, TreeDef]]]:
-    """Yield each container's path with (first leaf, end of leaves, definition), inner containers first."""
+    """For each container, yield its path and (first leaf, end of leaves, definition); inner containers come first."""
     if node is None:
         return
     start = counter[0]
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``. The rule's key matches ``target``, at or above ``path``."""
+    """Return a rule's match for the leaf at ``path``. Its key matches ``target``, which is ``path`` or above it."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)

@@ -1,7 +1,7 @@
-"""Finds ways (access paths) to the leaves of a state once, so that chosen leaves can be looked up at every step.
+"""Finds the access paths of a state's leaves once, so that chosen leaves can be looked up at every step.
 
-A way is a chain of keys and attributes from the root. It leads to the current leaf, whether each training step
-creates a new immutable tree or changes a module in place. Nothing is written, and no methods of the objects are called.
+An access path ("way") is a chain of keys and attributes. It leads to the current leaf, whether a training step creates
+a new immutable tree or changes a module in place. Nothing is written, and no methods of the objects are called.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MOST_NODES = 60_000  # maximum number of objects and leaves to visit
 _MOST_ATTRIBUTES = 4_000
 _MOST_RATES = 32
 _MOST_VALUES = 1000  # maximum number of values to visit in a batch
-_LONG = 200  # characters; longer texts are truncated and end with a checksum
-_SMALL = 1 << 10  # bytes; the values of larger arrays are not converted to text
+_LONG = 200  # maximum number of characters in a text; longer texts are truncated and end with a checksum
+_SMALL = 1 << 10  # maximum size, in bytes, of an array whose values are converted to text
 _TEXT_DEPTH = 3  # maximum nesting depth of containers that are converted to text
 _MOST_ENTRIES = 256  # maximum number of entries to convert to text; larger containers show only their length
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
-# Libraries whose objects are not opened.
+# Libraries whose objects are not searched.
 _LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")
 
 _Get = Callable[[Any, Any], Any]
@@ -49,12 +49,12 @@ class _Child(NamedTuple):
     get: _Get
     key: Any
     value: Any
-    parameter: tuple[int, int] | None = None  # (group, index) of the parameter whose optimizer state has the key
+    parameter: tuple[int, int] | None = None  # (group, index) of the parameter to whose optimizer state the key belongs
 
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """A way, stored as its last step and the way that precedes the step (None for the root)."""
+    """An access path, stored as its last step and the path that precedes this step (None for the root)."""
 
     parent: _Way | None
     get: _Get
@@ -62,11 +62,11 @@ class _Way:
 
     @property
     def is_open(self) -> bool:
-        """True if the way leads only through containers."""
+        """True if the access path leads only through containers."""
         return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if the way is broken because a dictionary has lost an entry. Lists and optimizer state may shrink."""
+        """True if a dictionary has lost an entry that the access path needs. Lists and optimizer state may shrink."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
@@ -74,15 +74,15 @@ class _Way:
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-_NOWHERE = _Way(None, lambda *_: MISSING, None)  # a way to a leaf that does not exist in the state
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # the access path of a leaf that does not exist in the state
 
 
 class _Route:
-    """Follows several ways at once, and visits shared prefixes only once."""
+    """Follows several access paths at once, and visits each prefix that they share only once."""
 
     def __init__(self, ways: Iterable[_Way | None]) -> None:
         self._numbers: dict[_Way | None, int] = {None: 0}
-        self._steps: list[tuple[int, _Get, Any]] = []  # index of the owner's way, then getter and key of the step
+        self._steps: list[tuple[int, _Get, Any]] = []  # for each step: index of the owner's path, getter, key
         self._ends: list[int] = []
         for way in ways:
             ahead: list[_Way] = []
@@ -95,11 +95,11 @@ class _Route:
             self._ends.append(self._numbers[ahead[0] if ahead else way])
 
     def follow(self, root: Any) -> list[Any]:
-        """Follow the ways from a root; return the values at their ends, in the order of the ways."""
+        """Follow the access paths from a root; return the values at their ends, in the order of the paths."""
         return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
-        """Follow the ways from a root; return the values at the ends of all ways and their prefixes, keyed by way."""
+        """Follow the access paths from a root; return the values at the ends of paths and prefixes, keyed by path."""
         return dict(zip(self._numbers, self._values(root), strict=True))
 
     def _values(self, root: Any) -> list[Any]:
@@ -113,7 +113,7 @@ class _Route:
 
 
 class Ways:
-    """Ways from a root to at most ``most`` leaves, or to the leaves in ``names``, and to plain attributes of objects.
+    """Access paths from a root to at most ``most`` leaves, or to the leaves in ``names``, and to plain attributes.
 
     Learning rates come first, then trained parameters and their optimizer state, then all other leaves. Leaves of equal
     rank are ordered by a checksum of their names, which is the same in every process.
@@ -121,8 +121,8 @@ class Ways:
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
         count = 0
-        leaves: list[tuple[str, _Way, int]] = []  # name, way, rank
-        self._attributes: list[tuple[str, _Way | None, str]] = []  # name, way to the owner, attribute name
+        leaves: list[tuple[str, _Way, int]] = []  # name, access path, rank
+        self._attributes: list[tuple[str, _Way | None, str]] = []  # name, access path of the owner, attribute name
         optimizers: list[_Way | None] = []
         queue: deque[tuple[str, _Way | None, Any, tuple[int, ...]]] = deque([("", None, root, ())])
         while queue and count < _MOST_NODES:
@@ -174,7 +174,7 @@ class Ways:
         return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
 
     def trained(self, root: Any) -> set[int] | None:
-        """Return the ids of all parameters of torch optimizers; None if there is no optimizer."""
+        """Return the ids of all parameters in torch optimizers; None if there is no optimizer."""
         groups = [group for one in self._to_optimizers.follow(root) for group in getattr(one, "param_groups", ())]
         return {id(one) for group in groups for one in group["params"]} if groups else None
 
@@ -189,7 +189,7 @@ class Ways:
 
 
 def _children(value: Any) -> list[_Child]:
-    """Return all children of an object that a way can reach; arrays have none."""
+    """Return all children of an object that an access path can reach; arrays have none."""
     if type(value) is dict or isinstance(value, Mapping):
         get = _entry if hasattr(type(value), "__missing__") else operator.getitem
         return [_Child(str(key), get, key, child) for key, child in [*value.items()]]
@@ -269,12 +269,12 @@ def _is_variable(value: Any) -> bool:
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """True if ways may lead through an attribute; all other attributes are only converted to text."""
+    """True if access paths may lead through an attribute; all other attributes are only converted to text."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
-    """True for library objects, which are not opened; False for torch data loaders, because they lead to the data."""
+    """True for library objects, which are not searched; False for torch data loaders, because they lead to the data."""
     module = type(value).__module__
     is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
     return module.partition(".")[0] in _LIBRARIES and not is_loader
