@@ -140,17 +140,17 @@ def load(
             that matches its path; containers that occur in several checkpoints become dictionaries.
         like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
-            abstract or not, matches its ``nnx.state``, saved directly or as nested dicts; the result is a new module.
-            Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses become
-            dictionaries.
+            abstract or not, matches its ``nnx.state``, whether saved directly or as nested dicts; the result is a new
+            module. Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses
+            become dictionaries.
         select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have
             exactly those leaves. Alternatively, a dictionary that maps patterns to basic numpy indexes, each of which
             selects a part of the matching arrays: ``{"embedding/**": np.s_[:1000], "step": ...}``. The first pattern
             that matches a leaf applies, and only the required chunks are read.
         item: The item to load. None loads the only item, or a dictionary of all items if there are several.
-        cast: Whether to cast leaves whose dtype differs from the template: floats to floats, integers to integers, and
-            complex to complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot represent
-            is an error. A log message (level INFO) lists the cast leaves.
+        cast: Whether to cast leaves whose dtype differs from the template's: floats to floats, integers to integers,
+            and complex to complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot
+            represent is an error. A log message (level INFO) lists the cast leaves.
         subset: Whether the template may lack leaves of the checkpoint; such leaves are not read.
 
     Returns:
@@ -165,7 +165,7 @@ def load(
         IndexError: An index in ``select`` does not fit its array.
         OptionError: ``like`` or ``select`` is passed for several items; ``select`` with indexes is combined with
             ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is passed without a
-            template; or two of the checkpoints contain the same path, but not both as a container with keys.
+            template; or two of the checkpoints contain the same path, which is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it

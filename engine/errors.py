@@ -1,4 +1,4 @@
-"""The exceptions that holdfast raises deliberately, and the exit statuses of programs.
+"""The exceptions that holdfast raises deliberately, and exit statuses of the command-line tool and preempted programs.
 
 ::
 

@@ -32,7 +32,7 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # digest of a generator that draws from the operating system
+STATELESS = "no state"  # digest of a generator without a state, which draws random numbers from the operating system
 
 
 class Fact(NamedTuple):
@@ -55,7 +55,7 @@ _TEXT = 200  # maximum length in characters of a string that counts as a value
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
-        str(Path(__file__).parents[1]),  # holdfast
+        str(Path(__file__).parents[1]),  # holdfast itself
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     }
 )
@@ -81,7 +81,7 @@ class Fingerprints:
 
 
 def facts() -> dict[str, Fact]:
-    """Return the fingerprints of all objects that are reachable from running functions and modules, by name."""
+    """Return the fingerprints of all objects that are reachable from running functions and modules, keyed by name."""
     by_name = dict(_global_generators())
     # Search functions and modules separately, because the variables of many modules would exhaust a shared limit.
     groups = [list(_functions()), list(_modules())]
@@ -90,11 +90,11 @@ def facts() -> dict[str, Fact]:
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # parts of ours, such as a loader in hf.skip_to
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # held by holdfast, such as a loader in skip_to
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # a loader may be referenced only by a for loop
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # a for loop may be the only owner of a loader
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -165,7 +165,7 @@ def _modules() -> Iterator[_Space]:
             yield "", "the program", dict(vars(module))
 
 
-@cache  # this function is called for every module at every step
+@cache  # called for every module at every step
 def _is_own(file: str) -> bool:
     path = os.path.abspath(file)
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes, never the key
+        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes; the key stays the same
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)
@@ -280,12 +280,12 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
     if array.ndim == 0:
-        return "value", repr(array.item())  # may be a weakly typed number, such as a moving average
+        return "value", repr(array.item())  # a scalar may be a weakly typed number, such as a moving average
     return "generator" if is_key else "array", _digest(np.asarray(array))
 
 
 def _is_position(cls: type) -> bool:
-    """Return whether instances of a class may hold a data position in plain attributes."""
+    """Return whether instances of a class may hold a position in the data in ordinary attributes."""
     names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

@@ -143,7 +143,7 @@ def instead_of(name: str, accepted: Collection[str]) -> str:
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """If there are unknown arguments, raise an UnknownArgumentError that lists the accepted keyword-only ones."""
+    """If there are unknown arguments, raise an UnknownArgumentError that lists the accepted keyword-only arguments."""
     if unknown:
         parameters = inspect.signature(function).parameters.items()
         accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]

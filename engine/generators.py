@@ -32,7 +32,7 @@ _has_mps = cache(lambda torch: bool(torch.backends.mps.is_available()))
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the global generators by name, in the form that is cheapest to copy."""
+    """Return the states of the global generators, keyed by name, in the form that is cheapest to copy."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch: Any = loaded("torch")
     if torch is None:
@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the global generators to states from :func:`as_tree`; return the names of missing generators."""
+    """Set the global generators to states from :func:`as_tree`; return the names of those whose device is missing."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # the format that the first version used in Lightning runs
+    if isinstance(saved, dict):  # the format that the first version of holdfast used in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None
@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply the restored states, if any; return the names of missing generators that the run has drawn from."""
+        """Apply any restored states; return the names of generators that the run used, but whose device is missing."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -253,7 +253,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
         # Some numpy bit generators require an array of words, so pass on the loaded array unchanged.
         own: Any = generator.bit_generator
         own.state = state
-        with contextlib.suppress(KeyError, TypeError):  # the generator spawned no others, or numpy is older than 2.0
+        with contextlib.suppress(KeyError, TypeError):  # the generator has spawned no others, or numpy is older than 2
             own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:

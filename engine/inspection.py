@@ -112,7 +112,7 @@ def _value_text(leaf: SavedLeaf) -> str:
     return shortened_text(text)
 
 
-_LISTINGS = 3  # maximum number of times to list steps: a run may delete all of them before they are read
+_LISTINGS = 3  # maximum number of times to list steps; a run may delete all listed steps before they are read
 
 # ---- verification, which checks every byte and reports problems by file and leaf
 
@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory, or return None if a run has deleted the step and its record in the meantime."""
+    """Verify a step in a directory, or return None if a run has deleted the step since the directory was listed."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None
@@ -214,7 +214,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if the checkpoint has been deleted
-        return _verify(as_location(location.url), step, share)  # a new location, which is not bound to the snapshot
+        return _verify(as_location(location.url), step, share)  # a location without the snapshot's old listing
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 

@@ -47,7 +47,7 @@ def is_accelerate_loader(obj: object) -> bool:
 
 
 def derives(obj: object, name: str, package: str) -> bool:
-    """Return whether an object's class or one of its base classes has this name and is defined in this package."""
+    """Return whether an object's class or one of its base classes has this name and is defined in ``package``."""
     return any(cls.__name__ == name and cls.__module__.startswith(package) for cls in type(obj).__mro__)
 
 
@@ -57,14 +57,14 @@ DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # t
 TAKEN = "taken"  # the epoch, and the number of batches taken from it
 _BEGUN = "generators"  # generator states by name, at the start of the epoch or, if it has ended, at its end
 _ORDER = "state"  # value that the user's state function returned when the states in _BEGUN were taken
-_VALUES = "attributes"  # numbers and small arrays in the loader's attributes, which only earlier versions saved
+_VALUES = "attributes"  # numbers and small arrays in the loader's attributes; only saved by earlier holdfast versions
 LAST = "last"  # checksum of the latest batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether the latest batch was the last of its epoch
-_NOW = "now"  # current generator states and value of the user's state function, which other code may change
+_NOW = "now"  # like _BEGUN and _ORDER, but at the time of the save, as other code may change them during the epoch
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # maximum number of requests after a stop, to end loops such as ``while step < total``
+_MOST_REFUSED = 10_000  # maximum number of batches requested after a stop; ends loops such as ``while step < total``
 _LONG = 5.0  # seconds of redrawing after which a message is logged
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -111,7 +111,7 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Stop yielding batches. If the program keeps requesting batches, it exits with this status."""
+        """Stop yielding batches. If the program keeps requesting batches, end it with ``exit_status``."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
@@ -160,7 +160,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state, except to global generators. Return it, and whether a warning about it was logged."""
+        """Apply the saved state, except to global generators. Return the state, and whether a warning was logged."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})
@@ -237,7 +237,7 @@ class LoaderPosition:
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn about parts of the state that were only saved or only passed to this run; return whether any exist."""
+        """Warn about parts of the state that only the checkpoint or only this run has; return whether any exist."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -549,7 +549,7 @@ def drawing_sampler(loader: Any) -> str | None:
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """Return the ``generator`` attributes of a loader and its samplers by name, without duplicates."""
+    """Return the ``generator`` attributes of a loader and its samplers, keyed by name and without duplicates."""
     owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),

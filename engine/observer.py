@@ -1,8 +1,8 @@
 """Observers, which receive the events of runs and may redirect paths, change options and request saves.
 
 A manager takes an observer as ``observer=``. By default, it uses the process's observer from :func:`process_observer`,
-which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In other programs, the process's
-observer does nothing.
+which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In programs that run without them,
+the process's observer does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OBSERVER = "HOLDFAST_OBSERVER"
 DRILL = "HOLDFAST_DRILL"
 """Environment variable with the folder of the rehearsal, set in programs that ``holdfast drill`` rehearses."""
 
-STRAYS = "strays.jsonl"  # file in the rehearsal's folder, with one line for each process that was started without DRILL
+STRAYS = "strays.jsonl"  # file in the rehearsal's folder: one line for each process started without HOLDFAST_DRILL
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` follows an update, ``saving`` precedes the writing of a step's files (possibly in
@@ -64,15 +64,15 @@ class Observer(Protocol):
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return the maximum number of steps to run after a preemption's save, to compare them with the resumed run."""
+        """Return the maximum number of steps after the save at a preemption; the resumed run is compared with them."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:
-        """Called when the run passes a point, on the thread that passes it; a point may be passed several times."""
+        """Called when the run passes a point (see `Point`), on the same thread. A point may be passed several times."""
         return
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Called with each event listed in ``engine/manager/events.py``, plus its ``directory`` and ``process``."""
+        """Called with each event listed in ``engine/manager/events.py``, with ``directory`` and ``process`` added."""
         return
 
 
@@ -108,7 +108,7 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program started this process without passing on its DRILL variable."""
+    """Raise StateError if a rehearsed program started this process without passing on HOLDFAST_DRILL."""
     parent, folder, prefix = os.getppid(), b"", f"{DRILL}=".encode()
     while parent > 1 and DRILL not in os.environ and not folder:
         try:

@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` bytes in a call's progress, for work in other units. A successful exit completes it."""
+    """A share of ``nbytes`` bytes in a call's progress, which advances in other units. Success completes the share."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
         self._turn = 0  # counter that changes when a loop starts or a state is set
         self._reported = 0  # value of _turn at the last reported step
-        self._loops: set[bool] | None = set()  # for loops of the run, whether steps were reported; None after a warning
+        self._loops: set[bool] | None = set()  # whether the loops so far reported steps; None after a warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -201,8 +201,8 @@ def resumable(
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a Grain or Hugging Face dataset,
             or an object with ``__iter__``.
-        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` there;
-            None continues to the end of the loader.
+        batches_per_epoch: The number of batches after which each ``for`` ends; pass it if the loops always ``break``
+            there. None continues to the end of the loader.
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
         redraw: With ``"batches"``, a resume loads the earlier batches of the epoch again. With ``"indices"``, it only
@@ -238,7 +238,7 @@ class _Indices:
         return self
 
     def __next__(self) -> Any:
-        self.skip()  # not in __iter__, because the loader must draw its workers' seed first
+        self.skip()  # here, not in __iter__, because the loader must draw its workers' seed first
         return next(self._rest)
 
     def skip(self) -> None:

@@ -51,7 +51,7 @@ def is_stateful(obj: object) -> bool:
 
 
 def is_stream(obj: object) -> bool:
-    """Return whether an object has a separate state in each process, like a data position and unlike a scheduler."""
+    """Return whether an object has a separate state in each process, as data iterators do and schedulers do not."""
     methods = _methods(adapted(obj))
     if methods is None:
         return is_generator(obj) or _writes_files(obj)
@@ -320,7 +320,7 @@ def restore_loader(
         )
 
     def begun() -> None:
-        if ended and has_states:  # exhaust the sampler, which would otherwise start the new epoch at its end
+        if ended and has_states:  # exhaust the sampler, or the new epoch would start at the old one's end
             deque(islice(iter(loader.sampler), loader.batch_size or 1), 0)
         for name in current.keys() & generators.keys():
             restore_state(current[name], generators[name])
@@ -381,7 +381,7 @@ def warn_of_samplers(loader: Any) -> None:
 
 
 def warn_of_held_records(name: str, obj: object) -> None:
-    """Warn if operations of a Grain ``DataLoader`` may buffer records, because its iterator does not save them."""
+    """Warn if operations of a Grain ``DataLoader`` may buffer records, which its iterator does not save."""
     if type(obj).__name__ != "DataLoaderIterator" or not type(obj).__module__.startswith("grain."):
         return
     operations = getattr(getattr(obj, "_data_loader", None), "_operations", ())
@@ -415,5 +415,5 @@ def check_window(name: str, obj: object) -> None:
 
 
 def _is_of_grain(cls: type) -> bool:
-    # Operations of the program derive from the protocol `Operation`, so this class does not count as Grain's.
+    # Leave out the protocol `Operation` of Grain, because operations defined in the program derive from it as well.
     return cls.__module__.startswith("grain.") and cls.__name__ != "Operation"

@@ -8,9 +8,9 @@ that take only a directory see all series. :func:`newest_step` defines the newes
 - within a series, it is the highest step, because clocks differ and jump;
 - across series, it is the most recently committed of the highest steps, because series number steps independently.
 
-Another program, such as an evaluator, may add metrics to a step during the run. It does not change files of the run,
-but adds a file ``metrics/<step>.<token>.json`` to the directory each time. The file identifies the checkpoint, not just
-the step: if the run goes back and saves the step again, metrics of the old checkpoint are ignored.
+Another program, such as an evaluator, may add metrics to a step during the run. Instead of changing files of the run,
+it adds a file ``metrics/<step>.<token>.json`` to the directory each time. The file identifies the checkpoint, not just
+the step, so metrics of the old checkpoint are ignored if the run goes back and saves the step again.
 Functions that read the steps of a directory merge these metrics into the commit records.
 """
 
@@ -87,7 +87,7 @@ class LateMetrics:
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
-        self._files: dict[str, dict[str, Added]] = {}  # by step folder, then by file name
+        self._files: dict[str, dict[str, Added]] = {}  # keyed by step folder, then by file name
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read new metrics files of steps whose folders exist, and return the folders that have new files."""
@@ -203,7 +203,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how many times to read data before treating it as damaged: a network may corrupt a response."""
+    """Return how many times to read data before treating it as damaged, because a network may corrupt a response."""
     return 3 if location.is_remote else 1
 
 
@@ -264,7 +264,7 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the metadata of the run, or None if there is none or, after a warning, if it is damaged."""
+    """Return the metadata of the run, or None if there is none. If it is damaged, log a warning and return None."""
     file = location / METADATA / _FILE
     metadata: Mapping[str, Any] | None = None
     try:
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield the step folders, committed or not; zero-padded names only if ``padded`` or with the run's marker file."""
+    """Yield the step folders, committed or not; skip zero-padded names unless ``padded`` is true or PADDED exists."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -377,7 +377,7 @@ def list_steps(
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
     """Return local folders named like a step that contain files, but neither a commit record nor a save's marker."""
     records = {entry.location.name for entry in checkpoints}
-    # In an object store, delayed requests may leave such files. Without a run, folders with such names are not steps.
+    # In an object store, delayed requests may leave such files. If no run used the directory, such names mean nothing.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
     folders = step_folders(directory, series, [entry for entry in directory.entries() if entry.name not in records])
@@ -423,8 +423,8 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # TensorStore may mistake a proxy's response for a missing S3 object. Alternatively, the step may have been
-            # deleted after the snapshot was taken.
+            # A proxy's response may lead TensorStore to report that an S3 object is missing. Alternatively, the step
+            # may have been deleted after the snapshot was taken.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(

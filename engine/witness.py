@@ -34,7 +34,7 @@ from .storage import Location, append_line
 VERSION = 2
 LIMIT = 64 << 10  # size limit in bytes of a witness file
 _LEAVES = 128
-_GRADIENTS = 4  # number of gradients to record; a few are enough, because lost accumulation changes all gradients
+_GRADIENTS = 4  # number of gradients to record; a few suffice, because losing accumulated gradients changes all of them
 _NUMBERS = 768  # number of elements whose values are recorded to measure differences
 _FULL = 32 << 20  # maximum total size in bytes of the leaves that are summed in full
 # Metrics whose names contain these words measure the machine, not the run.
@@ -49,12 +49,12 @@ class Seen:
     """The observable values of a program at a step."""
 
     step: int
-    root: Any  # the state, and the arrays and numbers that are saved with it, by name
+    root: Any  # the state, and the arrays and numbers that are saved with it, keyed by name
     objects: Mapping[str, Any] = field(default_factory=dict)  # objects whose attributes may explain a difference
     generators: Mapping[str, Any] = field(default_factory=dict)  # snapshots of random generator states, by name
     positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states such as positions, by name
     batch: Any = None
-    checksums: Mapping[str, int] = field(default_factory=dict)  # checksum of the latest batch, by loader
+    checksums: Mapping[str, int] = field(default_factory=dict)  # checksum of each loader's latest batch
     metrics: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)  # numbers that must agree, such as the epoch
 
@@ -71,7 +71,7 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
-        self._generators: dict[str, tuple[Any, int]] = {}  # last tuple state of each generator, and its checksum
+        self._generators: dict[str, tuple[Any, int]] = {}  # each generator's last tuple state, and its checksum
         self._begun = self.attributes = self._attributes(seen)  # attributes at the start and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
@@ -138,7 +138,7 @@ class RecordFile:
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()  # passed instead of ``first`` for the step from which the run resumed
+        records = records or Records()  # given instead of ``first`` if the run resumed from this step
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -201,7 +201,7 @@ class Pending:
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # keys of the samples in order, by layer
+    layers: Mapping[str, Sequence[Any]]  # keys of the samples of each layer, in order
     _finished: bool = False
 
     def finish(self) -> Record:
@@ -227,7 +227,7 @@ class Records:
 
     names: tuple[str, ...] = ()  # names of the sampled leaves
     total: int = 0  # number of leaves in the state
-    by_k: Mapping[int, Record] = field(default_factory=dict)  # records by number of step reports after the save
+    by_k: Mapping[int, Record] = field(default_factory=dict)  # records, keyed by number of step reports after the save
     why: str = ""  # reason why there are no records
     key: Mapping[str, Any] = field(default_factory=dict)  # values that must be equal in the resumed run
     lines: tuple[str, ...] = ()
@@ -263,7 +263,7 @@ def read_records(folder: Location, process: int, checkpoint: str) -> Records:
 
 
 def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the layers in which two records of a step agree, and descriptions of the differences by layer."""
+    """Return the layers in which two records of a step agree, and descriptions of the differences in the others."""
     same: list[str] = []
     differs: dict[str, str] = {}
     for layer in ("batch", "generators", "counters", "metrics", "gradients"):
@@ -275,7 +275,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # the positions show whether the loaders have moved or their states are incomplete
+    if "batch" in differs:  # if positions differ, the loaders have moved; if not, their states are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
@@ -321,8 +321,8 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return the attributes that differ now, with their saved and current values and whether they keep changing."""
-    # An attribute may be missing if the first steps set it once, like a cache, but not if it keeps changing.
+    """Return the attributes that differ from the record, with both values and whether the attribute keeps changing."""
+    # Ignore a missing attribute unless it keeps changing, because the first steps may set it once, like a cache.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -365,7 +365,7 @@ def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> di
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return the leaves that a record sums in full; if they do not all fit, the selection rotates with k."""
+    """Return the leaves that a record sums in full. If the total size is too large, the selection rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     chosen, left = {}, _FULL

@@ -23,7 +23,7 @@ _UTF_8 = 0x800  # flag: file names are UTF-8
 _DATE = 0x21  # 1980-01-01, the earliest date that zip can represent
 # Local file header: signature, version, flags, method, time, date, CRC-32, size (twice), name and extra field lengths.
 _FILE = struct.Struct("<4s5H3L2H")
-# Directory entry: signature, version (twice), the fields above; comment length, disk, attributes (twice), file offset.
+# Directory entry: signature, version (twice), the same from flags on, comment length, disk, attributes (twice), offset.
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 # End record: signature, disks (twice), entry counts (twice), directory size and offset, comment length.
 _END = struct.Struct("<4s4H2LH")
@@ -55,7 +55,7 @@ def encode_archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the offset of each file's contents in a zip file. ``sizes`` lists the lengths in bytes, in order."""
+    """Return the offset of each file's contents in a zip file. ``sizes`` lists the file sizes in bytes, in order."""
     offsets, end = {}, 0
     for path, size in sizes.items():
         offsets[path] = end + _FILE.size + len(path.encode())
@@ -78,8 +78,8 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
             raise DamagedCheckpointError(f"{source} holds a file with the path {name!r:.80}")
         files[name] = data[begin : begin + size]
         offset = begin + size
-    # The files determine every byte of the zip file. If the bytes match, all sizes and checksums are correct, nothing
-    # is compressed, and the zip file contains nothing else.
+    # The files determine every byte of the zip file. If encoding them again gives the same bytes, all sizes and
+    # checksums are correct, nothing is compressed, and the zip file contains nothing else.
     if len(files) > ARCHIVE_FILES or encode_archive(files) != data:
         raise DamagedCheckpointError(
             f"{source} is not a zip file written by holdfast: expected stored files one after another and nothing else"

@@ -47,8 +47,8 @@ class ContentDigest:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: NDArray[np.uint8]) -> None:
-        # For more than about 100 kB, xxhash would release the GIL, and a busy thread could then hold it for
-        # milliseconds each time.
+        # If xxhash hashes more than about 100 kB at a time, it releases the GIL. A busy thread could then keep the GIL
+        # for milliseconds before this thread gets it back.
         view = data.data
         for start in range(0, len(view), _HELD):
             self._hash.update(view[start : start + _HELD])
@@ -102,7 +102,7 @@ def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress a zstd frame into ``size`` bytes from ``memory``, which is called only if the size is plausible."""
+    """Decompress a zstd frame into ``size`` bytes, which ``memory`` allocates only if that size is plausible."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")

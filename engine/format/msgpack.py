@@ -28,7 +28,7 @@ _LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of encoded l
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _KEYS = (str, int, bytes, type(None))
 
-# Builds the value of an extension from its type, its contents, and the number of enclosing containers.
+# A function that builds an extension's value from its type, its contents, and the number of containers around it.
 Extension = Callable[[int, bytes, int], Any]
 Mapper = Callable[[dict[Any, Any]], Any]
 

@@ -30,8 +30,8 @@ MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root in an empty database
 SINGLE, _NUMBERED = 0, 1  # manifest kinds
-# Magic number between a leaf node and the checksums of the leaf's values. Earlier versions wrote the checksums of all
-# values at the end of the node file, followed by this magic number.
+# Magic number between a leaf node and the checksums of the leaf's values. Earlier versions of holdfast wrote the
+# checksums of all values at the end of the node file, followed by this magic number.
 CHECKSUMS_MAGIC = b"HfCrc32c"
 
 KEY_LIMIT = 65535  # maximum key length in bytes
@@ -40,7 +40,7 @@ PATH_LIMIT = 65535  # maximum length of a data file's path in bytes
 _MEMORY_LIMIT = 1 << 30  # default memory limit, in bytes, for the nodes and entries of a database
 _BODY_LIMIT = 256 << 20  # maximum size of a decoded body in bytes; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
-_SEARCHED = 8  # up to 1/8 of the keys are looked up by bisection; for more, a dictionary of all keys is faster
+_SEARCHED = 8  # if more than 1/8 of the keys are looked up, a dictionary of all keys is faster than bisection
 _FILES_LIMIT = 1 << 17  # maximum number of files in one table
 _TABLE_LIMIT = 4 << 20  # maximum total length of the paths in one table, in bytes
 
@@ -75,7 +75,7 @@ class Entries:
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, -1 for a missing key. There is a fast path for equally spaced keys."""
+        """Return the position of each key, or -1 if it is missing. A fast path finds equally spaced positions."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -111,13 +111,13 @@ class NodePlace(NamedTuple):
     length: int
 
 
-# A function that yields the contents of each byte range in order; fewer bytes if the file ends early.
+# A function that yields the contents of each byte range in order; it yields fewer bytes if the file ends early.
 ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
 KeyRange = tuple[bytes, bytes]  # inclusive start and exclusive end
 
 
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
-    """Read the checksums of the entries from the end of a node file, where earlier versions wrote them."""
+    """Read the checksums of the entries from the end of a node file, where earlier holdfast versions wrote them."""
     if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
         outside = np.flatnonzero(entries.lengths)
         end = len(nodes) - len(CHECKSUMS_MAGIC)
@@ -146,7 +146,7 @@ def decode_manifest(manifest: bytes) -> Root | None:
         raise FormatVersionError(
             f"{MANIFEST_NAME} names the compression method {compression}; known are 0 and 1 (zstd)"
         )
-    cursor.take(4 * compression)  # the zstd level
+    cursor.take(4 * compression)  # skip the zstd level
     root = _decode_versions(cursor, 1 << arity_log2)
     cursor.finish()
     return root
@@ -164,13 +164,13 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     file_ids = cursor.varints(count, len(files) - 1)
     places = [cursor.wide_varints(count) for _ in range(2)]
     statistics = [int(cursor.wide_varints(count)[-1]) for _ in range(3)]
-    cursor.take(8 * count)  # commit times
+    cursor.take(8 * count)  # skip the commit times
     older = cursor.varint(64)
     cursor.varints(older)  # generations
     cursor.varints(older, len(files) - 1)
-    for _ in range(3):  # offsets, lengths, numbers of generations
+    for _ in range(3):  # skip offsets, lengths and numbers of generations
         cursor.varints(older)
-    cursor.take(9 * older)  # commit times and heights
+    cursor.take(9 * older)  # skip commit times and heights
     offset, length = (int(place[-1]) for place in places)
     if offset == length == MISSING:
         if heights[-1] or statistics[0]:
@@ -202,7 +202,7 @@ class _Reference(NamedTuple):
     key_count: int  # number of keys below the node
 
     def place(self, checksums: bool) -> NodePlace:
-        """Return the byte range of the node; with ``checksums``, include the checksums that may follow a leaf."""
+        """Return the byte range of the node; if ``checksums`` is true, include the checksums that may follow a leaf."""
         more = len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length) if checksums and not self.height else 0
         return NodePlace(self.file, self.offset, self.length + more)
 
@@ -223,7 +223,7 @@ class Database:
         self.key_count = 0 if root is None else root.key_count  # number of keys in the tree
         none = np.zeros(0, np.int64)
         self.entries = Entries([], [], [], none, none, none, none)  # the entries decoded so far
-        self._unread: list[_Reference] = []  # in key order
+        self._unread: list[_Reference] = []  # nodes that have not been read yet, in key order
         if root is not None:
             self._unread.append(_Reference(*root[:5], b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
@@ -271,7 +271,7 @@ class Database:
         return sorted(positions)
 
     def _decode_nodes(self, positions: Sequence[int], read_nodes: ReadNodes) -> None:
-        """Decode the unread nodes at the given positions and replace each with its children, up to the first error."""
+        """Decode the unread nodes at the given positions, replacing each with its children; stop at the first error."""
         below: dict[int, list[_Reference]] = {}
         try:
             for start in range(0, len(positions), _NODES_AT_A_TIME):
@@ -366,7 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually, all values are equal. Compare sizes too: values of only zero bytes may differ in size.
+        # Usually, all values are equal. Compare the sizes too, because values of all zeros may differ only in size.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:

@@ -271,7 +271,7 @@ def key_order(names: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayIndex:
-    """The chunk locations of zarr arrays. Names, grids and metadata have an entry per array, columns one per chunk."""
+    """The chunk locations of zarr arrays: a name, grid and metadata per array, and columns with one entry per chunk."""
 
     names: Sequence[str]  # unique array names, in the order of `key_order`
     grids: Sequence[Grid]  # number of chunks of each array along each axis
@@ -322,7 +322,7 @@ class ArrayIndex:
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # no prefix begins with another prefix
+        common = shared_prefixes(prefixes)  # neighbouring keys share no more, because no prefix begins with another
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first

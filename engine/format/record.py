@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Return ``digest`` if it matches the bytes of a compact document; None if the document has been reformatted."""
+    """Return ``digest`` if it matches the bytes of a compact document; else None, as for a reformatted document."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -157,9 +157,9 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
-    # If this zip file contains the zip files of several processes: the length in bytes and the digest of each.
+    # For a zip file that contains the zip files of several processes: the length in bytes and the digest of each.
     members: tuple[tuple[int, int], ...] = ()
-    # If this zip file is inside another zip file: its offset in that file, and the length of that file. Not stored.
+    # For a zip file inside another zip file: its offset in the outer file, and the outer file's length. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
@@ -237,7 +237,7 @@ class ItemRecord(NamedTuple):
         return {
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
             for folder, files in trees.items()
-            if files  # empty if the folder lies inside another tree's folder
+            if files  # a folder inside another tree's folder has no files of its own
         }
 
 
@@ -264,8 +264,8 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
     # Folders of the checkpoint that this one replaced. They can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # If this is a summary for the other processes of a joint save: identity and fingerprint of the complete record. Not
-    # stored.
+    # Only in a summary for the other processes that save this checkpoint together: the identity and fingerprint of the
+    # complete record. Not stored.
     summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property

@@ -5,9 +5,9 @@ none, the steps of another library. ``engine/steps.py`` defines the rules for ho
 format defines which steps belong together; the newest step is the one recorded as such by the writer, or the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
-below, the only code in the engine that names packages built on it. The module is imported only when a name in a
-directory matches one of its patterns, and must import its libraries (tensorstore, msgpack, a framework) lazily. It
-defines two functions, which take a location and the names or entries directly inside it (none for a file):
+below, which is the only code in the engine that names packages built on the engine. The module is imported only when a
+name in a directory matches one of its patterns, and must import its libraries (tensorstore, msgpack, a framework)
+lazily. It defines two functions, which take a location and the names or entries directly inside it (none for a file):
 
 - ``recognise(location, names)`` returns the opened :class:`CheckpointSource`, or None if the location is not a
   checkpoint of this format, and raises DamagedCheckpointError for a damaged checkpoint;
@@ -78,7 +78,7 @@ class FoundSteps(NamedTuple):
         return self.format == NATIVE
 
     def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step or, with ``whole``, the newest step whose commit record is intact."""
+        """Return the newest step or, if ``whole`` is true, the newest step whose commit record is intact."""
         return self.noted or newest_step(self.entries, whole=whole)
 
     def step(self, step: int) -> StepEntry | None:
@@ -123,7 +123,7 @@ _FORMATS: tuple[_Entry, ...] = (
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open another library's checkpoint, or return None. Raise an error for a part of a holdfast checkpoint."""
+    """Open another library's checkpoint, or return None. Raise an error if this is part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is part of one, in a zip file; load the checkpoint that it belongs to"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -186,8 +186,8 @@ def left_by_download(file: DataReader) -> str:
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
-    # If this run has ``begun``, another callback of the program, such as Lightning's ModelCheckpoint, may have written
-    # the files of another library. Single checkpoints written by hf.save or for graphs do not count as runs.
+    # If this run has ``begun``, files in another library's format may come from a second callback in the same program,
+    # such as Lightning's ModelCheckpoint. Single checkpoints from hf.save or Checkpoint.save do not count as runs.
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
@@ -259,7 +259,7 @@ def find_step(location: Location, step: int | None) -> StepEntry:
 
 
 def _part_of(location: Location) -> str:
-    """Return text naming the checkpoint that contains this item or per-process tree, or "" for other paths."""
+    """If a path is an item or per-process tree, return text that names its checkpoint; return "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():

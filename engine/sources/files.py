@@ -88,7 +88,7 @@ def refuse_leaves(source: TreeSource, target: str, problems: Sequence[str]) -> N
 
 
 def check_destination(destination: Location, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError if the destination is a directory, or an existing file without ``overwrite``."""
+    """Raise CheckpointExistsError if the destination is a directory, or if it exists and ``overwrite`` is false."""
     if destination.is_directory():
         raise CheckpointExistsError(f"{destination} is a directory; give the name of a file, which may be inside it")
     if destination.exists() and not overwrite:

@@ -98,7 +98,7 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
 
 def leaf_path(item: str, name: str) -> str:
     """Return the path of a leaf in the tree that :func:`trees_in` yields with the name ``item``."""
-    if f"/{OWN_FOLDER}/" in item:  # the first key is the escaped path of an object, such as `data.train`
+    if f"/{OWN_FOLDER}/" in item:  # a name then begins with an object's escaped path, such as `data.train`
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
     return format_path(name)

@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested tree or of the only tree. The error for several trees ends with ``how``."""
+        """Return the name of the requested tree or of the only tree. If several exist, the error ends with ``how``."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
@@ -112,7 +112,7 @@ class CheckpointSource(Protocol):
         return self.complete(item, source, tree)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        """Add leaves that only type handlers can read to a loaded tree; by default, there are no such leaves."""
+        """Add to a loaded tree the leaves that only type handlers can read; by default, there are no such leaves."""
         return tree
 
     def items_to_load(self) -> list[str]:

@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build a tree document from paths and leaf numbers or empty containers; also return leaf numbers in tree order."""
+    """Build a tree document from paths with leaf numbers or empty containers; also return the numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -94,7 +94,7 @@ OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the leaves in ``left_out`` and without the containers that this leaves empty."""
+    """Return a tree without the leaves in ``left_out`` and without the containers that become empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
@@ -125,7 +125,7 @@ def rooted(source: TreeSource, root: str | None) -> TreeSource:
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Omit leaves that were saved by name only; return the tree, and a line of text for each omitted leaf."""
+    """Omit leaves of which only the name was saved; return the tree, and a line of text for each omitted leaf."""
     left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
@@ -180,7 +180,7 @@ class StoredPart:
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the part inside a box, or the whole part if it has a checksum or is encoded; None if disjoint."""
+        """Return the part inside a box, or the whole part if it has a checksum or is encoded; None if it is outside."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
@@ -478,7 +478,7 @@ def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Mark ranges that overlap in a file for copying, because arrays must not share memory."""
+    """Mark a range for copying if it overlaps an earlier one in its file, because arrays must not share memory."""
     marked: list[Range] = []
     file, end = "", 0
     for place in ranges:
@@ -489,7 +489,7 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Return the description of a value, and the source of its data or None if the description contains the value."""
+    """Return the description of a value, and the source of its data (None if the description contains the value)."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):
@@ -504,5 +504,5 @@ def not_read(why: str) -> Saved:
 
 
 def _own(array: NDArray[Any], *, is_new: bool) -> NDArray[Any]:
-    """Return an aligned array in C order that does not share memory, copying a new array only if necessary."""
+    """Return an aligned array in C order that shares no memory. If it ``is_new``, copy it only if necessary."""
     return np.require(array, requirements=["C", "A", "W"]) if is_new else np.array(array, order="C", copy=True)

@@ -25,7 +25,7 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # descriptions of values whose counterparts do not fit
+    kept: dict[str, str] = field(default_factory=dict)  # differences between values and their saved counterparts
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
     moved: dict[str, str] = field(default_factory=dict)  # paths in the checkpoint, keyed by path in the program
     left: list[str] = field(default_factory=list)  # values found only in the checkpoint

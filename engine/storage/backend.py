@@ -44,7 +44,7 @@ class FileIdentity(NamedTuple):
     """Metadata that identifies a data file as long as the file is not modified."""
 
     inode: int
-    size: int  # bytes
+    size: int  # length in bytes
     modified: int  # mtime in nanoseconds
     changed: int  # ctime in nanoseconds; also updated when links or permissions change; programs cannot set it
 

@@ -303,7 +303,7 @@ class CloudBackend(ObjectStoreBackend):
     def _is_copied(self, key: str, target: str) -> bool:
         try:
             self._try(key, "copy", lambda store: store.copy_async(key, target))
-            # Some services report errors with a success status or treat the request as an empty upload: check the size.
+            # Check the size: some services report errors with a success status or treat the request as an empty upload.
             if self.object_size(target):
                 return True
             self._lacks.add("copy")

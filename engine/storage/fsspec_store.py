@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _UNCACHED = {"skip_instance_cache": True}  # each backend gets its own connections
 
-# Unsupported schemes, which are read-only or refer to another address.
+# Schemes that are not supported, because they are read-only or wrap another address.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
 # Object stores, which replace objects atomically.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
@@ -160,8 +160,8 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     """Return a name for a file system and a description that only equal file systems share."""
-    # If the options contain no secrets, the name is the same in all processes. Otherwise, the name is random: a hash of
-    # the secrets could reveal them, and in a process with other secrets, a hash without them could name other files.
+    # If the options contain no secrets, the name is the same in all processes. Otherwise, it is random: a hash of the
+    # secrets could reveal them, and a hash that omits them could refer to other files in a process with other secrets.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))

@@ -53,7 +53,7 @@ _SYNCS = 6  # maximum number of files and directories synced concurrently
 _SYNCS_OF_THREAD = 32  # number of files and directories per sync thread
 _REMOVALS = 100  # maximum number of attempts to remove a tree while other processes modify it
 
-_AWAY = "move it away"  # advice if one of our paths leads to something other than a regular file
+_AWAY = "move it away"  # advice if one of holdfast's paths leads to something other than a regular file
 _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones

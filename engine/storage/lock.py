@@ -73,7 +73,7 @@ class FileLock:
             return False
 
     def is_own(self, token: str, size: int | None) -> bool:
-        """Return whether the lock is still ours; without lock support, whether the file still contains ``token``."""
+        """Return whether the lock is still held; without lock support, whether the file still contains ``token``."""
         is_locked = self.descriptor is not None and self.obstacle is None
         return self.is_current() if is_locked else self.content(size).get("token") == token
 
@@ -131,7 +131,7 @@ class SaveLock(FileLock):
 
     @property
     def shows_life(self) -> bool:
-        """Whether the lock shows if the save is alive. This requires a file system that supports locks."""
+        """Whether the lock tells a live save from a dead one, which requires a file system that supports locks."""
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:

@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key, and the key if ``itself``. Others with the prefix may be included."""
+        """Return the sorted names below a key, with the key if ``itself``; others that begin with it may appear."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -337,7 +337,7 @@ class ObjectStoreBackend:
         return [name.removeprefix(below) for name in self._listed(key, itself=False)]
 
     def _listed(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key and, with ``itself``, the key if there is such an object."""
+        """Return the names of all objects below a key and, if ``itself``, the key too if there is such an object."""
         below = f"{key}/" if key else ""
         listing = self._listing
         if listing is None or not below.startswith(listing.prefix):

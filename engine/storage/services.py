@@ -34,7 +34,7 @@ _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
-_AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of the host names of accounts
+_AZURE_SUFFIX = ".dfs.core.windows.net"  # suffix of the host names of Azure storage accounts
 _AZURE_SERVICES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
 """Matches the uppercase names of variables that select the service, but not of variables that hold keys or tokens."""
 _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
@@ -68,7 +68,7 @@ class S3(CloudBackend):
         config: dict[str, Any] = {
             "region": region,
             "unsigned_payload": not (endpoint or "").startswith("http:"),  # TLS already detects modified bytes
-            "disable_bulk_delete": not once,  # not supported everywhere, so only requests with a fallback use it
+            "disable_bulk_delete": not once,  # some services lack bulk deletion, so only calls with a fallback use it
         }
         if endpoint:
             config["endpoint"] = endpoint.rstrip("/")

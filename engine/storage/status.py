@@ -163,7 +163,7 @@ def is_unreadable(error: object) -> bool:
 
 
 def is_strange(error: StorageError) -> bool:
-    """Return whether an error means that one of our paths leads to something other than a regular file."""
+    """Return whether an error means that one of holdfast's paths leads to something other than a regular file."""
     return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
@@ -225,7 +225,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError for a value that HTTP headers cannot contain: a client would abort the process."""
+    """Raise StoragePermissionError for a value invalid in HTTP headers, because a client would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} contains a character that a header cannot have, perhaps a "
