@@ -1,7 +1,7 @@
 """Restore the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
-Within an epoch, every iterator of a dataset starts from the state that was loaded last. A resume therefore loads a
-state that only the next iterator uses. A dataset is recognized by its class name, without importing ``datasets``.
+Within an epoch, each new iterator of a dataset starts from the state that was loaded last. A resume must only affect
+the first one, so its state works only once. Datasets are recognized by class name, so ``datasets`` is not imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return a state that only the next iterator of a dataset uses; for other sources, return the state unchanged."""
+    """Return a Hugging Face dataset's state so that only its next iterator uses it; return other states unchanged."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):

@@ -34,23 +34,23 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             model.fit(x, y, epochs=10, initial_epoch=checkpoint.initial_epoch, callbacks=[checkpoint])
         sys.exit(checkpoint.exit_status)
 
-    A step is a batch. The end of an epoch is saved after its validation, with the metrics of the epoch, such as
+    Each batch is a step. The last step of an epoch is saved after validation, with the epoch's metrics, such as
     ``val_loss``. A run that resumes from the end of an epoch continues bit for bit if its data depends only on
     ``extras`` and the global random generators of Python, numpy and torch. Steps within an epoch are saved at a
     preemption and by ``save_interval_steps``. Because ``fit`` cannot start within an epoch, a run that resumes from
-    such a step reads the data of the epoch from the beginning, and logs the number of repeated batches as a warning.
+    such a step reads the data of the epoch from the beginning, and a warning states how many batches are repeated.
 
     Args:
         directory: The checkpoint directory, as a path or URL.
-        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value. If None, the ends of
-            epochs do not trigger saves, and only the other options determine when to save.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value. If None, only
+            the other options determine when to save.
         extras: Further values and objects to save and restore, by name, such as a data generator that has ``get_state``
             and ``set_state``. All extras of ``holdfast.CheckpointCallback`` are supported.
         **options: All other options of ``holdfast.CheckpointCallback``.
 
     Raises:
         OptionError: Keras is not installed, or the value of an option is invalid.
-        StateError: Raised by ``fit`` if it does not begin at the epoch of the checkpoint; pass ``initial_epoch``.
+        StateError: Raised by ``fit`` if it does not begin at the epoch given by ``checkpoint.initial_epoch``.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         self._began = False
         self._epoch = 0  # number of finished epochs
         self._begin_of_epoch = 0  # step at the start of the epoch
-        self._waiting: tuple[int, Any] | None = None  # (batch, logs) of an unreported batch, perhaps the epoch's last
+        self._waiting: tuple[int, Any] | None = None  # index and logs of a batch that is not reported yet
 
     @property
     def loop(self) -> LoopCallback:
@@ -143,10 +143,10 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the last batch of an epoch, after its validation."""
-        if self._waiting is None:  # the batch has already been reported, which stopped the run
+        if self._waiting is None:  # the run was stopped after a batch that is already reported
             return
         batch, self._waiting = self._waiting[0], None
-        self.model.reset_metrics()  # as Keras does at the start of the next epoch, where a resume begins
+        self.model.reset_metrics()  # Keras does this when the next epoch starts, which is where a resumed run begins
         self._epoch = epoch + 1
         self._ends.finished = self._epoch
         self._report(batch, logs, {"epoch": self._epoch, "batch": 0})

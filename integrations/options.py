@@ -120,7 +120,7 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
 
 
 def epoch_reason(every: int | None, finished: int | None) -> str | None:
-    """Return the reason to save at the end of every ``every``-th epoch, or None. Mid-epoch, ``finished`` is None."""
+    """Return the reason to save after ``finished`` epochs, or None. Within an epoch, ``finished`` is None."""
     if every is None or finished is None or finished % every:
         return None
     return "every epoch" if every == 1 else f"every {every} epochs"

@@ -235,7 +235,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint or, without ``best_fn``, the newest; empty if there is no such checkpoint."""
+        """The path of the best checkpoint, or of the newest if ``best_fn`` is not set; empty if there is none."""
         return self._store.path_of(self._store.manager.best_step())
 
     @best_model_path.setter
@@ -264,7 +264,7 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, as for a fresh callback with the same directory."""
+        """Return the attributes to pickle, without those that belong to a trainer call in progress."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 
@@ -316,7 +316,7 @@ class CheckpointCallback(ResumingCallback):
         self._signals = Signals(trainer, self._preemption, self._store)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
-            self._evaluation = stop  # not AgreedStop, because processes can agree on a stop only after the first batch
+            self._evaluation = stop  # for the sanity check, which an AgreedStop cannot end, as it starts with training
         self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
 

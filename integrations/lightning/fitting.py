@@ -132,7 +132,7 @@ class Fitting:
             return
         self._without_average(checkpoint)
         if self._trainer.precision_plugin.precision == "64-true":
-            # Convert the module now: Lightning converts it after loading, so weights would be rounded to float32.
+            # Lightning makes the module float64 only after loading, when the float32 module has rounded the weights.
             self._trainer.precision_plugin.convert_module(self._trainer.lightning_module)
         weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
         self._shapes = {
@@ -321,7 +321,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
         return state
     positions, others = saved.positions(), live.positions()
     if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
-        return state  # Parameters have been renamed, so torch can only compare their number.
+        return state  # The names differ, so keep the order; torch checks only the number of parameters.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the optimizer's parameters are grouped differently than in the checkpoint:",
@@ -372,7 +372,7 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
         return {name: _by_group(value, fresh.get(name), count, origins) for name, value in saved.items()}
     if not isinstance(saved, list) or not isinstance(fresh, list):
         return saved
-    if any(isinstance(value, Mapping) for value in fresh) and len(saved) == len(fresh):  # nested schedules
+    if any(isinstance(value, Mapping) for value in fresh) and len(saved) == len(fresh):  # states of nested schedulers
         return [_by_group(*pair, count, origins) for pair in zip(saved, fresh, strict=True)]
     if len(saved) == count and len(fresh) == len(origins):
         return [value if at is None else saved[at] for value, at in zip(fresh, origins, strict=True)]

@@ -120,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a holdfast checkpoint, with entries restored to match the template; return None for other files."""
+        """Load a holdfast checkpoint, restoring its entries to match ``template()``; return None for any other file."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -164,7 +164,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         self.store.at_teardown.close()
 
     # ---- wrappers of trainer and strategy methods, so that all processes save, delete, and load a step together
-    # Otherwise, Lightning would call the plugin in at most one process. Files are written in the background.
+    # Without these wrappers, Lightning would call the plugin in at most one process. Files are saved in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
@@ -206,7 +206,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # never removed, like the plugin
+    hooks = LoopHooks()  # these hooks stay for the trainer's lifetime, like the plugin
     if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)

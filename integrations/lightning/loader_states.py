@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of stateful loaders that have more batches than an epoch, whose length is ``limit``."""
+    """Return the class names of stateful loaders that have more batches than ``limit``, the length of an epoch."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -68,9 +68,9 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             warn_of_samplers(loader)
         if ended and is_torchdata_loader(loader):
             load(as_start(loader, _copied({**state, _FINISHED: True})))
-            loader.state_dict()  # applies the state immediately, before the generators are restored
+            loader.state_dict()  # makes the loader apply the state now, before the generators are restored
         elif ended and isinstance(state, dict) and state.keys() == _STREAM:
-            loader.set_epoch(state["epoch"])  # not load(), because a stream at its end would yield no batches
+            loader.set_epoch(state["epoch"])  # load() would restore the end of the stream, with no batches left
         else:
             load(as_start(loader, _copied(state)))
 
@@ -89,7 +89,7 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the samplers' epoch earlier than Lightning does, before their iterators are created."""
+    """Set the epoch of the samplers before their iterators are created, which is earlier than Lightning sets it."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
@@ -140,7 +140,7 @@ def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Call
     """Return the stateful loaders, each with its methods to get and set the state."""
     stateful = []
     for loader in loaders:
-        # Use get_state and set_state only if a loader is replicated. For other loaders, batches are counted instead.
+        # Use get_state and set_state only for replicated loaders. Other loaders with these methods count as stateless.
         protocols = [("state_dict", "load_state_dict"), *[("get_state", "set_state")] * is_replicated(loader)]
         pairs = ([getattr(loader, name, None) for name in names] for names in protocols)
         if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
@@ -165,7 +165,7 @@ class DrawnAhead:
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
         self._is_for_all = False
-        self._before: tuple[list[Any], list[bool]] = [], []  # loader states, and which loaders were exhausted
+        self._before: tuple[list[Any], list[bool]] = [], []  # before the prefetch: loader states and exhaustion flags
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to current batch size, or 1 if unknown; raise StateError if it varies by loader."""
+    """Return the ratio of the saved to the current batch size (1 if unknown); raise StateError if loaders disagree."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

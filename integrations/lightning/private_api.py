@@ -31,7 +31,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- the private names, which `check_version` looks for
 
-NAMES = {  # keyed by trainer attribute
+NAMES = {  # keyed by attribute path, starting at the trainer
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
@@ -170,7 +170,7 @@ def forget_choice(trainer: Any) -> None:
 def is_left_alone(trainer: Any, path: Any) -> bool:
     """Return whether the path is a SLURM requeue checkpoint that Lightning selected; if so, log that it is ignored."""
     connector = trainer._checkpoint_connector
-    # No path has been recorded if the trainer chose one before the module created the first callback.
+    # If the module creates the first callback, recording starts only after the trainer has chosen a path.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop restart with the validation after its last batch; discard the progress of that validation."""
+    """Make the loop continue with the validation that follows its last batch, from the start of that validation."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
@@ -452,7 +452,7 @@ def _entry(metric: Any) -> dict[str, Any]:
         "reduce": meta.reduce_fx.__name__,
         "sync_dist": meta.sync.should,
         "rank_zero_only": meta.sync.rank_zero_only,
-        # A logged torchmetrics.Metric has no state here, because it is saved with the module.
+        # This entry omits the state of a logged torchmetrics.Metric, which `capture_averages` saves with all metrics.
         "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
     }
 

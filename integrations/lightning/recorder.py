@@ -57,7 +57,7 @@ class FitRecorder:
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
         self._considered = fit.step  # the last step considered for a save
-        self._in_batch = False  # whether a batch has run and the work that follows it is not complete
+        self._in_batch = False  # whether a batch has run but the work that follows it is still unfinished
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
@@ -191,7 +191,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the work at the end of the epoch was left. Save, to keep the next resumed run from repeating it.
+            # The resumed run had only the end of the epoch left to do. Save, so that another resume does not repeat it.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -225,7 +225,7 @@ class FitRecorder:
         if not newest.holds(step):
             if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if self.writer.held is None:  # if there is a held copy, on_exception saves it
+            if self.writer.held is None:  # otherwise, on_exception saves the held copy
                 logger.warning(
                     "preempted during validation after step %d, which is not saved: the run resumes from step %s",
                     step,

@@ -13,7 +13,7 @@ or within one, until the loops have returned to it. Lightning's loops produce th
 event           no saved position        position at the end of an epoch   position within an epoch
 ==============  =======================  ================================  ======================================
 state restored  records generator state  restores the generators for the   the same; lifts the step limit if work
-                                         creation of the loaders           of the last batch remains
+                                         creation of the loaders           after the last batch remains
 loaders made    records generator state  records generator state           rewinds the loaders
 epoch begins    records generator state  restores everything               silences a warning
 batches begin   records generator state                                    restores everything
@@ -70,7 +70,7 @@ class EpochReplay:
         self._options = fit.options
         self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._made: dict[str, Any] = {}  # generator states before loader creation, if loaders are recreated
+        self._made: dict[str, Any] = {}  # generator states before the last creation of loaders, if they are recreated
         self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
         self._ended: list[Any] | None = None  # loader states restored from a save at the end of an epoch
         self._ahead = loaders.DrawnAhead()
@@ -93,7 +93,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` is True if the process ends before the work after the batch."""
+        """Return the position as a tree; ``is_cut_off`` is True if work that follows the batch is still to be done."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -129,7 +129,7 @@ class EpochReplay:
         return position
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Set the position to return to; return True if the work that follows its batch remains to be done."""
+        """Set the position to return to; return True if the work that follows the last batch is still to be done."""
         self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
         self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
@@ -142,12 +142,12 @@ class EpochReplay:
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        private_api.skip_sanity_check(self._loop)  # Its hooks would change the restored state.
+        private_api.skip_sanity_check(self._loop)  # The hooks of the sanity check would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read this when it creates loaders.
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may use the epoch to create loaders.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:
@@ -162,7 +162,7 @@ class EpochReplay:
         loaders.replicated_states(parts, self._options.replicated)  # raises for unknown names
         for index, loader in enumerate(parts):
             check_stream(f"training data loader {index}", loader)
-        self._ended = None  # not valid for new loaders
+        self._ended = None  # these states belong to the previous loaders
         self._start = self._before_iterator()
         if saved is not None:
             saved.until_loaders.close()
@@ -222,7 +222,7 @@ class EpochReplay:
         saved.until_batches.close()
         self._go_to_end(saved)
         for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
-            # This hook replaces the weights with their average.
+            # At the end of training, this callback replaces the weights with their average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     # ---- returning to a saved position
@@ -253,7 +253,7 @@ class EpochReplay:
     def _begin_again(self, saved: SavedPosition) -> None:
         """Rewind the loaders to the start of the epoch, before Lightning creates their iterators."""
         parts, now = self._loaders(), self._loop.epoch_progress.current.processed
-        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful when saved.
+        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful when the step was saved.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
         loaders.set_sampler_epoch(parts, now)
         is_first = saved.tree["reloaded_at_epoch"] == now  # whether the loaders were created in this epoch
@@ -304,7 +304,7 @@ class EpochReplay:
         restore_averages(self._trainer, saved.tree["averages"])
         private_api.clear_restart(self._loop)
         if saved.tree["point"] == "validation":
-            private_api.restart_in_validation(self._loop)  # _batch clears self._saved.
+            private_api.restart_in_validation(self._loop)  # `_batch` then clears the saved position.
         else:
             self._stop_if_asked(saved)
             self._saved = None
@@ -321,7 +321,7 @@ class EpochReplay:
             self._trainer.should_stop = True
 
     def _warn(self, saved: SavedPosition) -> None:
-        """Warn about workers that cannot be restored, and about saved state that only earlier versions restored."""
+        """Warn about workers that cannot be restored, and about saved state that this version no longer restores."""
         if not self._trainer.is_global_zero:
             return
         tree, parts = saved.tree, self._loaders()

@@ -26,7 +26,7 @@ class SavedPosition:
 
     tree: dict[str, Any]
     is_new: bool = False  # whether this process has no saved position, because there are now more processes
-    keeps_random: bool = False  # whether global generators keep the program's seeds
+    keeps_random: bool = False  # whether this process keeps the global generators as the program has seeded them
     until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed once the loaders exist
     until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed before the first batch
 
@@ -123,7 +123,7 @@ def reshard_states(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
     """Replace the saved data loader states with those that ``reshard`` returns for this process."""
-    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # states when saved, and at the start of the epoch
+    owners = {"": saved, "epoch/": saved.get("epoch", {})}  # states at the save and at the start of the epoch
     replicated = saved.get("replicated", ())
     divided = [
         (prefix, index)

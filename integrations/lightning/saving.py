@@ -34,14 +34,14 @@ class Newest:
 
     step: int
     metrics: Mapping[str, float] | None = None  # None if the checkpoint is not in the directory
-    is_cut_off: bool = False  # whether it was saved before the work after its batch, such as validation
+    is_cut_off: bool = False  # whether it lacks the work that follows its batch, such as validation
 
     def is_complete(self, step: int) -> bool:
         """Return whether ``step`` was saved after all of its work, including validation, was complete."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resumed run would continue after ``step``, or with the work that follows its batch."""
+        """Return whether a resume would not repeat the batch of ``step``, even if the work that follows it remains."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
@@ -91,7 +91,7 @@ class StepWriter:
             return
         saved = self.newest.metrics
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
-        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # from process 0
+        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # those of process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
         self.newest = replace(self.newest, metrics={**saved, **stored})
@@ -140,7 +140,7 @@ class StepWriter:
         with self._fit.trainer.profiler.profile("save_checkpoint"):
             try:
                 self._fit.store.save(step, dump, strategy, metrics=metrics, facts=facts, reason=reason)
-            except SaveFailedError:  # the previous save failed; this one is in progress
+            except SaveFailedError:  # the previous save failed, but the new save is in progress
                 self.newest = Newest(step, metrics)
                 raise
             strategy.barrier("CheckpointCallback")
@@ -148,7 +148,7 @@ class StepWriter:
         self._outdated.discard(step)
 
     def hold(self, step: int, point: Point) -> None:
-        """Keep a copy of the state at this point, to be saved if an exception occurs before the next point."""
+        """Keep a copy of the current state, to be saved if an exception occurs before the next copy is made."""
         if self._copies is None or self.newest.is_complete(step):
             self.held = None
             return
@@ -171,7 +171,7 @@ class StepWriter:
         self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.trainer.fit_loop.epoch_loop.done
         position = self._replay.capture(point, is_cut_off=cut_off)
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # already in the data position
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the data position contains it
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ class Copies:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)
-        like = torch.empty_like(tensor, device="meta")  # dense, in the tensor's memory order
+        like = torch.empty_like(tensor, device="meta")  # layout of a dense copy in the tensor's memory order
         facts = like.shape, like.dtype, like.stride()
         if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
             memory = self._memory[path] = torch.empty_like(tensor, device="cpu")

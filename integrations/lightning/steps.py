@@ -41,7 +41,7 @@ class Fit:
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
-        """Train on one batch, and count it as a step if ``global_step`` does not."""
+        """Train on one batch, and count it here if it is a step that ``global_step`` does not count."""
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             train(fetcher)

@@ -56,7 +56,7 @@ class FitStop:
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
-        """Wait until all saves are durable and all processes have arrived, and then end the run after this step."""
+        """Wait until all saves are durable and, in process 0, until the other processes are done; then end the run."""
         try:
             self.steps.finish_saves()
         finally:
@@ -115,13 +115,13 @@ class Signals:
 
 logger = logging.getLogger("holdfast")
 
-_PATIENCE = 120.0  # seconds; maximum time that other processes wait for ``scontrol``
+_PATIENCE = 120.0  # maximum time, in seconds, that other processes wait for ``scontrol``
 
 _OURS = "holdfast_requeues"  # attribute set on an environment if holdfast requeues its job
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
-    """Stop Lightning from handling the requeue signal, and return it; None if the job should not be requeued."""
+    """Stop Lightning from handling the requeue signal. Return the signal, or None if the job should not be requeued."""
     environment = private_api.cluster_environment(trainer)
     if "SLURMEnvironment" not in private_api.class_names(environment):
         return None

@@ -135,7 +135,7 @@ class RunStore:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the current or last ``fit`` in this process; before the first, a read-only manager."""
+        """The manager of the current or last ``fit`` in this process; a read-only manager before the first ``fit``."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Create a manager. It has a second item if data positions are, or have been, saved per process."""
+        """Create a manager, with a second item for data positions if they are, or have been, saved per process."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries
@@ -427,7 +427,7 @@ def export_weights(step: Location, target: Location) -> None:
     target.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {  # exported entries; without ``value_types``, all values remain plain data
+_OF_THE_MODEL = {  # entries to export; ``value_types`` is not among them, so all values stay plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -435,7 +435,7 @@ _OF_THE_MODEL = {  # exported entries; without ``value_types``, all values remai
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read the named entries of a step's checkpoint, ignoring those that it does not have."""
+    """Read the named entries of a step's checkpoint, ignoring names that the checkpoint lacks."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)

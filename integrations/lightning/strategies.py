@@ -33,7 +33,7 @@ _OWN_PROCESSES = {"XLAStrategy"}  # strategies that derive from DDPStrategy, but
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # bytes; tensors of at least this size are broadcast by process 0 instead of sent through the store
+_LARGE = 1 << 20  # minimum size, in bytes, of tensors that torch.distributed broadcasts; the store carries smaller ones
 
 Path = tuple[Any, ...]
 
@@ -83,7 +83,7 @@ def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
-        return {name: name for name in before}  # ambiguous: the program's own names contain wrapper prefixes
+        return {name: name for name in before}  # ambiguous, because the program's own names contain wrapper prefixes
     return {name: names.get(unwrapped_name(name), name) for name in before}
 
 
@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return the leaf to send from process 0, or a placeholder for a tensor that is large or in every process."""
+        """Return what process 0 sends: the leaf, or a placeholder for a tensor that is large or in every process."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
@@ -192,7 +192,7 @@ class SharedState:
 
 
 def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
-    """Apply a function to each leaf of a tree, its path, and the value at the same path in another tree."""
+    """Replace each leaf with ``function(leaf, path, value)``; ``value`` is at the same path in the tree ``other``."""
     if isinstance(tree, dict):
         others = other if isinstance(other, dict) else {}
         made = copy.copy(tree)  # a copy keeps the attributes of a state dict, such as _metadata

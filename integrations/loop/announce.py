@@ -19,7 +19,7 @@ logger = logging.getLogger("holdfast")
 def announce(text: str, *args: object, shown: bool = True) -> None:
     """Log a line at INFO. If ``shown``, also write it to stderr, unless a handler emits it or logging is silenced."""
     logger.info(text, *args)
-    # A program silences the message by setting the level of this logger or disabling logging.
+    # A program can silence the message by setting the level of this logger or disabling logging.
     silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
     is_handled = any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
     if shown and not silent and not is_handled and sys.stderr is not None:
@@ -38,7 +38,7 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """Tracks the reported and saved steps of a run, and announces at its end which steps are saved or lost."""
+    """Tracks the reported and saved steps of a run. When the run ends, announces which steps are saved or lost."""
 
     directory: str
     saves_at_end: bool = True
@@ -73,7 +73,7 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs with an open callback, keyed by directory; holds no states
+_open: dict[str, Ending] = {}  # runs whose callback is still open, by directory; keeps no loop state alive
 os.register_at_fork(after_in_child=_open.clear)
 
 

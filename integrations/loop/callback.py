@@ -127,8 +127,8 @@ class CheckpointCallback:
 
     Extras can have any names. Each extra must be one of the following:
 
-    - An object with ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``, a numpy ``Generator``
-      or a ``random.Random``, which is restored in place.
+    - A numpy ``Generator``, a ``random.Random``, or any object with the methods ``get_state`` and ``set_state`` or
+      ``state_dict`` and ``load_state_dict``. It is restored in place.
     - nnx objects, such as ``nnx.Rngs``, which are restored in place.
     - A pytree with arrays or typed PRNG keys. ``checkpoint.extras[name]`` is the restored pytree, with the saved types
       and the shardings of the pytree that was passed.
@@ -170,7 +170,7 @@ class CheckpointCallback:
 
     Args: where, and how it is stored
         mirror, local, step_prefix, step_name_width:
-        metadata: JSON about the run, such as its configuration, which is stored with the checkpoints.
+        metadata: JSON data about the run, such as its configuration, which is stored with the checkpoints.
         compression: The zstd level with which arrays are compressed, from 1 to 22. None disables compression, which is
             faster on a fast disk.
         reuse_unchanged:
@@ -326,7 +326,7 @@ class CheckpointCallback:
     def preempted(self) -> bool:
         """True if one of the signals has arrived.
 
-        Evaluation loops can read this often, because it is cheap and shows a supervisor that the program is alive.
+        Evaluation loops can read this often: reading it is cheap and shows a supervisor that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
         return self._preemption.received
@@ -338,7 +338,7 @@ class CheckpointCallback:
 
     @property
     def proof(self) -> Proof:
-        """The current result of comparing a resumed run with the steps before the stop."""
+        """The result, so far, of comparing a resumed run with the steps recorded before it was interrupted."""
         return self._witness.proof
 
     @property
@@ -501,7 +501,7 @@ class CheckpointCallback:
         Raises:
             SaveFailedError: An earlier background save failed; this step is saved nevertheless.
             StateError: The callback is closed, or the directory contains checkpoints that were not restored; or the
-                state lacks names of the returned state, or is a state dict passed to ``restore_or_initialize``; or the
+                state lacks parts that ``restore_or_initialize`` returned, or is a state dict passed to it; or the
                 steps after the resume differ from those before the stop and ``on_inexact="raise"``.
         """
         if self._names:
@@ -576,7 +576,7 @@ class CheckpointCallback:
         orderly = False
         try:
             try:
-                # With an AgreedStop, ignore a late signal, because only this process may have received it.
+                # With an AgreedStop, ignore a late signal, because the other processes may not have received it.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
                 saves = (self._options.save_at_end or preempted) and self._witness.error is None
                 if saver is not None and not saver.is_saved and saves:
@@ -594,7 +594,7 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Exit now, skipping the rest of the program: the loop ended by itself during the steps after a preemption."""
+        """Exit now, skipping the rest of the program, because the loop ended during the steps after a preemption."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
@@ -740,7 +740,7 @@ class CheckpointCallback:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # the step's folder is not a checkpoint, so save the next step
+        if save and not saver.save("preempted"):  # the step's folder exists but is no checkpoint: save the next step
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)

@@ -59,7 +59,7 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees of the extras that serve as templates for the types and shardings of restored values."""
+    """Return the trees of those extras that are templates, that is, give restored values their types and shardings."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 
@@ -75,7 +75,7 @@ def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for reserved names and iterators or loaders without a state; warn if records may be lost."""
+    """Raise OptionError for reserved names and iterators or loaders without a state; warn if a resume may lose data."""
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
             f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"

@@ -110,7 +110,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # observations at the first save
 
     def look_at_start(self, start: Start, *, grows: bool) -> None:
-        """Sample the state before the first step. If ``grows``, it may differ in structure from a fresh state."""
+        """Sample the state before the first step. With ``grows``, its structure may differ from a fresh state's."""
         state = start.state
         self._is_compared = start.is_known and not grows
         self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(start.extras, state)]
@@ -137,10 +137,10 @@ class FirstSteps:
         if len(self._looks) == 3:
             if self._leaves_out():
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
-            self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one refers to tensors
+            self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one still refers to tensors
 
     def look_at_save(self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]]) -> bool:
-        """Check a report before it is saved, and whether a resume would refuse it. Return True after the last check."""
+        """Check a report that will be saved, and whether a resume would refuse it. Return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -187,7 +187,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report adds one more step than the second, but the same number of updates."""
+        """Return whether the first report raised the step by one more than the second, with equally many updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -211,7 +211,7 @@ class FirstSteps:
 def cause_in_state(seen: Seen | None) -> str:
     """Return the likely reason why steps differ although the state was restored exactly."""
     torch: Any = loaded("torch")
-    if seen is None or STATE not in seen.root or torch is None:  # trainers save all schedulers
+    if seen is None or STATE not in seen.root or torch is None:  # no STATE: a trainer, which saves all schedulers
         return _OTHERWISE
     if any(located(seen.root, _mark)):
         return _ONLY_DICTS
@@ -253,7 +253,7 @@ def cause_in_shardings(before: Mapping[str, tuple[Any, int]], root: Any) -> str:
 
 
 def warn_of_index(step: int, tree: Any) -> None:
-    """Warn about another program's step if the update counters in its state are one ahead of the step number."""
+    """Warn about a step that another program saved if its update counters are one ahead of the step number."""
     flat = flatten(tree)
     counters = {
         name: int(value)
@@ -265,7 +265,7 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn if an optimizer that changed leaves (``changed``, by address) is not saved, not even as a state dict."""
+    """Warn if an optimizer that updated leaves in ``changed`` (by address) is not saved, even as a state dict."""
     torch: Any = loaded("torch")
     shown = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer)]
     saved = [optimizer for optimizer in shown if optimizer.state]

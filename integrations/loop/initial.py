@@ -62,7 +62,7 @@ class InitialState:
         return self._given() if self._like is None else _sharded(self._given, self._like)
 
     def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Compute only the named leaves of the state that the function creates."""
+        """If a function creates the state, compute only the named leaves; otherwise, return an empty dict."""
         if not self._is_function:
             return {}
         jax: Any = importlib.import_module("jax")
@@ -156,7 +156,7 @@ _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
 
 class Hyperparameters:
-    """The initial values of a run's hyperparameters: the program's values, unless a resume has chosen others."""
+    """The initial values of a run's hyperparameters: the program's values, unless a resume uses the saved ones."""
 
     def __init__(
         self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], initial: InitialState | None = None
@@ -173,7 +173,7 @@ class Hyperparameters:
     def settle(
         self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters. Log differences that the run did not cause."""
+        """Return the restored state with the chosen hyperparameters. Log differences that did not arise in the run."""
         is_mine = counting == "program"
         began = {} if is_mine else began
         self._options = list(_options(state, extras))  # collected again, because a restore replaces these groups
@@ -199,7 +199,7 @@ class Hyperparameters:
         return state
 
     def _with_program(self, state: Any, extras: Mapping[str, Any], differing: Mapping[str, tuple[Any, Any]]) -> Any:
-        """Set the differing options of torch optimizers, and return a state with the other differing values."""
+        """Use the program's values: set torch optimizer options in place, and return a state with the optax values."""
         for name, group, option in self._options:
             if name in differing:
                 mine, saved = differing[name]
@@ -245,7 +245,7 @@ def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the name, group and key of each torch optimizer option that is a number, a flag or a tuple."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
-        # Defaults that are not constructor arguments are state, such as the sums of schedule-free optimizers.
+        # Entries in ``defaults`` that are not constructor arguments are state, like sums of schedule-free optimizers.
         arguments = inspect.signature(type(optimizer)).parameters
         state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):

@@ -73,7 +73,7 @@ def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
 
 
 def _is_object(value: object) -> bool:
-    """Return whether a value must be saved as a graph, that is, whether it is an object, not a pytree or a leaf."""
+    """Return whether a value must be saved as a graph, that is, as an object rather than a pytree or leaf."""
     graph: Any = _imported("graph")
     if is_versioned(value) or (graph and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))):
         return True
@@ -174,7 +174,7 @@ class _ObjectsTemplate:
     misfits: Misfits | None
 
     def prepare(self, stored: StoredGraph) -> Callable[[], list[str]]:
-        """Read and check the saved values. Return a function that applies them and returns the changed modes."""
+        """Read and check the saved values. Return a function that applies them and lists changed training flags."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
@@ -245,7 +245,7 @@ class VersionCounters:
         self._parts: list[Any] = []
         self._tensors: dict[str, Any] = {}
         self._noted: list[int] = []  # tensor versions at the last step
-        self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # a gradient of the last step and its version
+        self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # last new gradient and its version counter
         self._has_new_gradient = False
 
     def watch(self, roots: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ class PreemptionSignal:
 
     def hand_on(self) -> None:
         """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # If a later handler is installed, do not raise the signal, because that handler would call this inactive one.
+        # Do not raise the signal if a later handler is installed, because it would only call this inactive handler.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers. If a later handler still calls this one, only forward the call."""
+        """Restore the previous handlers. If a later handler still calls this one, it only forwards the call to them."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ _CHANGED = (
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, including damaged steps, and the manager's newest step, even if host-local."""
+    """Return the steps in a directory, even damaged ones, and the manager's newest step, even if it is host-local."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
@@ -95,7 +95,7 @@ def check_resume(
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
     """Raise an error if ``resume`` is ``"must"`` and there are no steps, or ``"never"`` and there are any."""
-    # In messages, ``option`` is the option as the user writes it, and ``elsewhere`` says how to start a run elsewhere.
+    # Messages show ``option`` as the user writes it, and ``elsewhere`` as the way to start a run in another directory.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(

@@ -50,11 +50,11 @@ class Start:
 class StateAdapter:
     """Saves and restores one kind of state. Each callback has its own adapter, which may store the last state."""
 
-    # Phrases in error messages for states that accept weights, their modules, and states without modules.
+    # Phrases for error messages: a state that accepts weights, the modules in a state, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
     empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; their entries may change
-    is_live = False  # whether states contain live objects or torch tensors; old checkpoints may contain their gradients
+    is_live = False  # whether states contain live objects or torch tensors, whose gradients old checkpoints may contain
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match

@@ -191,7 +191,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state. If ``grows``, it may differ in structure from a fresh state."""
+        """Start watching the state. With ``grows``, its structure may differ from a fresh state's."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
@@ -212,7 +212,7 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Record a step that the loop has completed, and compare it with the same step before the stop."""
+        """Record a step that the loop has completed. In a resumed run, compare it with the record of the same step."""
         self._ask(lambda first: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
         # Drop the batch, because the next batch may need its memory.
@@ -229,7 +229,7 @@ class StepSaver:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
-        """Let the witness record a step that follows a preemption's save and is not saved itself."""
+        """Let the witness record a step that runs after the save at a preemption and is not saved."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         if self._witness.watches:
             self._witness.note(lambda: report.seen(positions), report.epochs)
@@ -357,7 +357,7 @@ def record_metrics(manager: CheckpointManager, step: int, metrics: Mapping[str, 
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics as Python numbers and lists of numbers, omitting all others, such as images or text."""
+    """Return the metrics as Python numbers and lists of numbers. Omit other metrics, such as images or text."""
 
     def omitted(name: str, error: Exception) -> None:
         if isinstance(error, RuntimeError):  # the computation failed, or the value was donated

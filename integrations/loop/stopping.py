@@ -1,4 +1,4 @@
-"""Decides where a run stops: at the next point, or at a point on which all processes agree."""
+"""Decides after which training or validation batch a run stops, so that all of its processes stop at the same batch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _INTERVAL = 0.1  # polling interval of the store in seconds
 _REQUESTS = 1000  # maximum number of store requests per second across all processes
 _PATIENCE = 60.0  # timeout in seconds for answers from other processes, which are due within one batch
 
-_Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since then)
+_Progress = tuple[int, int]  # (training batches and epochs finished, validation batches since the last of these)
 
 
 class StepsAfterSignal:
-    """The steps that all processes run after a preemption's save, to be compared with the resumed run."""
+    """The steps that all processes run after the save at a preemption, to be compared with the resumed run."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
         self.left: int | None = None  # remaining steps, after which the run stops; None before the save
@@ -145,7 +145,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and inform processes that still have to agree on a point that this process has ended."""
+        """Stop the thread. If other processes have yet to agree on a point, inform them that this process has ended."""
         self._ended.set()
         if not orderly or self._thread is None:
             return

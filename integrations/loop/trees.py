@@ -83,7 +83,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the ``nnx.Optimizer``'s update counter, or None if there is none. Each update creates a new array."""
+        """Return the ``nnx.Optimizer``'s update counter, or None if it is gone. Each update creates a new array."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -123,7 +123,7 @@ def is_stream(value: object) -> bool:
 
 
 def to_tree(state: Any) -> Any:
-    """Convert nnx objects in a state to nested dicts of variables, with shared variables only in the first object."""
+    """Convert nnx objects in a state to nested dicts of variables. Shared variables appear only in the first object."""
     objects = _objects(state)
     if not objects:
         return state
@@ -254,8 +254,8 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 def _pairs(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     """Yield the names of corresponding leaves in two trees, as pairs."""
-    # Dictionary entries and attributes are matched by key. Optimizer chains are tuples that may have grown or be nested
-    # differently, so their states are matched by order and class name.
+    # Dictionary entries and attributes are matched by key. An optimizer chain is a tuple that may have grown or may now
+    # be nested differently, so the states in it are matched by order and class name.
     if not (_is_chain(saved) or _is_chain(wanted)):
         yield from _entries(saved, wanted)
         return
@@ -304,7 +304,7 @@ def _parts(part: _Node) -> Iterator[_Node]:
 
 
 def _class_of(part: _Node, prefix: int) -> str:
-    """Return the class name of a part of a chain, or its keys in an nnx optimizer, which does not store classes."""
+    """Return the class name of a state in an optimizer chain. nnx optimizers store no classes, so return the keys."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))

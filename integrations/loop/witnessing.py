@@ -38,13 +38,13 @@ from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shar
 
 logger = logging.getLogger("holdfast")
 
-_SAVES = 5  # number of earlier saves that may be in progress, in the directory and on local storage
+_SAVES = 5  # maximum number of earlier saves, to the directory or local storage, that may still be in progress
 _LAST = 4  # number of step reports after which the comparison is summarized in one line
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The current result of comparing a resumed run with the steps before the stop.
+    """The result, so far, of comparing a resumed run with the steps before the stop.
 
     Attributes:
         exact: True if all compared steps are identical to those before the stop; False if any step differs; None if no
@@ -132,7 +132,7 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
-        """Start observing a run. Compare a resumed run with its step's record unless ``why_not`` is a reason not to."""
+        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` says why not to."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -196,7 +196,7 @@ class Witness:
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:  # if moved, a new epoch may have begun
+            if self._k and self._last is None and self.watches and not moved:  # if moved, the epoch may be a later one
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()
@@ -243,8 +243,8 @@ class Witness:
         same, differs = compare(saved, now, self._records.names)
         if self._processes.index or " x " in devices:
             # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
-            # before each step, differed at the save, and do not matter unless the next steps differ as well. Arrays on
-            # several devices are sampled on one of them, and may be sharded differently until the first step.
+            # before each step, differed between processes at the save, which matters only if later steps differ, too.
+            # Arrays on several devices are sampled on one, and may be sharded differently until the first step.
             differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)
@@ -361,7 +361,7 @@ def advice(
     how: HandingOver,
     shardings: Mapping[str, tuple[Any, int]],
 ) -> str:
-    """Describe the likely cause of a difference, the state to pass to the callback, and other reachable state."""
+    """Describe the likely cause of a difference, what to pass to the callback, and other state that the program has."""
     from ...engine.fingerprints import not_handed_over  # imported lazily, because few runs need it
 
     if "batch" in differs:
@@ -371,7 +371,7 @@ def advice(
     elif "counters" in differs:
         cause = f"The run counts its steps or epochs in another way: {how.counter}"
     else:
-        summed = look is not None and "metrics" not in differs  # so the forward pass was the same
+        summed = look is not None and "metrics" not in differs  # equal metrics: the forward pass was the same
         cause = "" if look is None else cause_in_shardings(shardings, look().root)
         cause = cause or (cause_in_sums() if summed else "") or how.state(look and look())
     held = not_handed_over()
@@ -383,7 +383,7 @@ def advice(
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why the options make the steps differ from those before the stop, or an empty string."""
+    """Return why the options rule out a comparison with the steps before the stop, or an empty string."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":
@@ -405,7 +405,7 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return the values that comparable runs share, and the processor, which may explain rounding differences."""
+    """Return values that must be equal for a comparison, and the processor, which may explain rounding differences."""
     names = ("torch", "jax", "numpy", "lightning")
     modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
     versions = [f"{name} {module.__version__}" for name, module in modules.items()]

@@ -157,7 +157,7 @@ class CheckpointCallback(LoopCallback):
             self._unreported = step
         if outcome.should_stop and not self._has_stopped:
             self._has_stopped = True
-            self._report()  # this step is durable; if the loop continues, later steps may not be
+            self._report()  # report now: this step is durable, and later steps may not be
         if outcome.should_stop and self._preemption.number == DRAINED:
             return StepOutcome(outcome.saved, outcome.reason, should_stop=False)
         return outcome

@@ -24,7 +24,7 @@ logger = logging.getLogger("holdfast")
 DRAINED = 1000
 """Pseudo signal number for Ray's notice that it will remove a node."""
 
-_TIMEOUT = 30.0  # seconds; timeout for calls in the actor's main thread, which is normally idle
+_TIMEOUT = 30.0  # timeout, in seconds, of calls in the actor's main thread, which is normally idle
 _SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # maps pyarrow file system types to URL schemes
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
 """File system options that set credentials; for a plain URL, credentials come from the environment instead."""
@@ -44,7 +44,7 @@ def run_directory(name: str = "checkpoints") -> str:
     Returns:
         A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
         endpoint or ``RunConfig(storage_filesystem=...)``, the URL is the one that
-        ``holdfast.storage.as_location(..., filesystem=...)`` returns, and the same guarantees apply.
+        ``holdfast.storage.as_location(..., filesystem=...)`` returns, with the same guarantees.
 
     Raises:
         StateError: This process is not a Ray Train worker.
