@@ -190,7 +190,8 @@ def train_with_zero(process: Process, directory: str, steps: int) -> tuple[str, 
     torch.nn.init.constant_(model.weight, 1.0)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    refusal, rates = "", []
+    refusal = ""
+    rates: list[float] = []
     with hf.CheckpointCallback(directory, save_at_end=False, save_interval_steps=2) as checkpoint:
         try:
             checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
@@ -206,7 +207,7 @@ def train_with_zero(process: Process, directory: str, steps: int) -> tuple[str, 
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            rates += scheduler.get_last_lr()
+            rates += map(float, scheduler.get_last_lr())
             checkpoint.on_step(step, state, **parts)
     return refusal, rates, model.weight.tolist()
 
