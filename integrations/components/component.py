@@ -43,7 +43,7 @@ class Component(Protocol):
     """An object with state that can be part of a component tree and can have child components."""
 
     def get_state(self) -> Any:
-        """Return the state. It may include the states of child components, but these are saved separately anyway."""
+        """Return the state, with or without the states of child components; a save stores those separately anyway."""
 
     def set_state(self, state: Any) -> None:
         """Restore a complete or partial state; values that are not in it are left unchanged."""
@@ -241,11 +241,11 @@ class Checkpointable:
         """Return a snapshot of the state; later changes do not affect it.
 
         Args:
-            components: The components below to include: a path such as ``"learner/p0"``, a list of paths, or a pattern
-                such as ``"learner/*"``; None includes all. Parents of selected components add only their own state.
+            components: The components below this one to include: a path such as ``"learner/p0"``, a pattern such as
+                ``"learner/*"``, or a list; None includes all. Parents of selected components add only their own state.
             not_components: The components to exclude; takes precedence over ``components``.
-            **options: Arguments such as ``inference_only=True`` for components below that have their own ``get_state``;
-                each of these receives the arguments that it accepts.
+            **options: Arguments such as ``inference_only=True``. Each component below this one that has its own
+                ``get_state`` receives the arguments that it accepts.
 
         Returns:
             The component's own state and, under their names, the states of the components below it.
@@ -288,7 +288,7 @@ class Checkpointable:
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return JSON data to write to ``metadata.json`` for human readers, along with versions, commit and time."""
+        """Return JSON data to add to the versions, commit and time in ``metadata.json``, a file for human readers."""
         return {}
 
 
@@ -330,7 +330,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the states of the child components, then the component's own, then the states of newly created children."""
+    """Set the children's states, then the component's own state, then the states of children created in the process."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

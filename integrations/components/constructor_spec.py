@@ -55,7 +55,7 @@ Nested = Callable[[Any], "dict[str, Any] | None"]
 
 
 class CtorArguments(Untracked):
-    """An object's constructor arguments, kept as an attribute that is neither compared nor tracked."""
+    """An object's constructor arguments, stored in an untracked attribute; all instances compare equal."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__(None)
@@ -63,7 +63,7 @@ class CtorArguments(Untracked):
         self.kwargs = {name: _kept(value) for name, value in kwargs.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CtorArguments)  # always equal, because flax recompiles if static attributes differ
+        return isinstance(other, CtorArguments)  # always equal: flax recompiles functions if static attributes differ
 
     def __hash__(self) -> int:
         return hash(CtorArguments)

@@ -44,8 +44,8 @@ from .names import STATE
 # The layout version to write, as (major, minor); any reader of the same major version can read it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
-METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers
-# Array folder in a state folder; created first, so that the names of both folders become durable together.
+METADATA = "metadata.json"  # for human readers: a copy of the description file in the state folder
+# Array folder in a state folder. It is created first, so that the names of both folders become durable together.
 DATA = "d"
 _LEVELS = 32  # maximum number of parent directories to search for the tree that contains a path
 
@@ -59,7 +59,7 @@ class Description:
     obstacle: str = ""  # why the constructor arguments are unknown
     path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
-    # For child components saved elsewhere in the tree: maps their relative paths here to their paths from the root.
+    # Maps the relative path of each child component that is saved elsewhere in the tree to its path from the root.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
@@ -219,7 +219,7 @@ class ComponentParts(CommitParts):
             directory = below(self.location, path)
             (directory / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(directory, part)  # also syncs the directory, which makes both file names durable
+                write_record(directory, part)  # also syncs the directory, so that the names of both files are durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:

@@ -21,10 +21,10 @@ _DEPTH = 8  # maximum depth to which containers are searched for components
 
 @dataclass(slots=True, eq=False)
 class LiveComponent(Part):
-    """A component of the running program; a walk visits its attributes and the components that it names."""
+    """A component in the running program. A walk visits its attributes and the child components that it names."""
 
     path: Path  # path from the root
-    name: str = ""  # name within the component above; empty for the root
+    name: str = ""  # name in the parent component; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
     # maps additional paths of components to their primary paths in the tree
     same: dict[Path, Path] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # a bare object, which has no attribute name
+            return {STATE: value}  # the component itself is the value, so no attribute names it
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -68,7 +68,7 @@ class LiveComponent(Part):
         for path, other in self.named():
             if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
-            elif not other.is_whole:  # skip whole objects, which a walk reaches through their container
+            elif not other.is_whole:  # no edge for whole objects, because a walk reaches them through their container
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**held, **named.added}
 
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return each component that this one names, with its relative path; components located elsewhere come last."""
+        """Return the components that this one names, with relative paths; those saved under another path come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -102,7 +102,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for components, False for their parents; no directory may have two owners
+        taken: dict[Path, bool] = {}  # whether each path in use is a component's; no directory may have two owners
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each match in containers and, with ``objects``, in modules."""
+    """Yield the path and value of each object that ``is_goal`` accepts; with ``objects``, also search modules."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):

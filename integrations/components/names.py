@@ -17,7 +17,7 @@ STATE = "state"  # name of a component's state folder, and of the root's item in
 
 _STATE_ESCAPED = escape_first(STATE)  # the path segment for a component named ``state``
 
-# Component paths, or patterns such as ``"learner/*"``; both also select all components below the matches.
+# Component paths or patterns such as ``"learner/*"``. Each match also selects all components below it.
 Names = str | Collection[str]
 
 
@@ -83,7 +83,7 @@ class Selection:
         return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return the relative paths of selected components below a path (None for all) and of excluded components."""
+        """Return the selected components (None for all) and the excluded components below a path, as relative paths."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 

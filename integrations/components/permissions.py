@@ -26,7 +26,7 @@ _renamed: dict[str, Any] = {}
 
 
 def was_main(path: str, cls: type) -> bool:
-    """True if an import path refers to a class by its name in the main program."""
+    """True if an import path is ``__main__:`` followed by the qualified name of the given class."""
     return path == f"{_MAIN}{cls.__qualname__}"
 
 
@@ -141,7 +141,7 @@ class Permissions:
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
     def _defined_at(self, target: Any, path: str, where: str) -> Any:
-        """Return ``target`` if the path where it is defined is allowed; otherwise, raise NotAllowedError."""
+        """Return ``target`` if the import path of its definition is allowed; otherwise, raise NotAllowedError."""
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         home = f"{module}:{name}" if isinstance(module, str) and isinstance(name, str) else None
         if home is not None and (self._matches(home) or self._allowed.get(home) is target):

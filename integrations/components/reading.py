@@ -37,8 +37,8 @@ from .states import GRAPH, read_document, stored_state
 
 _logger = logging.getLogger("holdfast")
 
-_SEARCHED = 100  # maximum number of directories to search for a tree to name in an error message
-_SMALL = 16 << 20  # maximum size in bytes of a pickled class with its arguments
+_SEARCHED = 100  # maximum number of directories searched for a tree that an error message can suggest
+_SMALL = 16 << 20  # maximum size, in bytes, of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
@@ -71,7 +71,7 @@ class NativeComponent:
         return children
 
     def elsewhere(self, goal: Path) -> NativeComponent | None:
-        """Return the component at a path from the root of the saved tree, or None if it is not in the opened part."""
+        """Return the component at a path from the saved tree's root, or None if the opened part does not contain it."""
         start = self.description.path[: len(self.description.path) - len(self.path)]
         path = goal[len(start) :]
         inside = (*start, *path) == goal and path in self._items
@@ -79,7 +79,7 @@ class NativeComponent:
 
     def state(self, component: Any = None) -> Any:
         """Read the component's own state; raise DamagedCheckpointError if it fails verification."""
-        # Each array is loaded with the library that it was saved from. Named tuples and dataclasses become
+        # Each array is loaded as an array of the library that it was saved from. Named tuples and dataclasses become
         # dictionaries, unless their classes can be found through `component`, the counterpart in the program.
         with collection_paused():
             reader = self._reader()
@@ -123,7 +123,7 @@ class RLlibComponent(RLlibDirectory):
         return self.own_state(none=True)
 
     def graph(self) -> StoredGraph:
-        return stored_state(self.own_state(none=False), self.location)  # None cannot be a tree key
+        return stored_state(self.own_state(none=False), self.location)  # a tree cannot have the key None
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the class name, the constructor spec, and, if the spec is None, the reason."""
@@ -263,8 +263,8 @@ def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda pa
 
 # ---- named tuples and dataclasses in a state are restored as objects of the program's own classes
 
-# A checkpoint names the classes of these objects, but their names never cause an import or a call.
-_KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses registered with JAX are nodes.
+# The class names that a checkpoint gives for named tuples and dataclasses never cause an import or a call.
+_KINDS = ("namedtuple", "dataclass", "node")  # "node" includes dataclasses registered with JAX
 
 
 def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Location) -> Any:

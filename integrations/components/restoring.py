@@ -75,7 +75,7 @@ class TreeRestore:
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return saved components, keyed by the paths of their live counterparts; children come before parents."""
         origins: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # for components that the target names but does not contain
+        elsewhere: dict[Path, SavedComponent] = {}  # saved components that match an additional path in the program
 
         def visit(live: LiveComponent, saved: SavedComponent) -> None:
             for child in live.children:
@@ -187,7 +187,7 @@ class TreeRestore:
                 _logger.warning("%s: its state could not be reverted", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """Remove restored optimizer values for parameters that did not fit, throughout the tree."""
+        """Throughout the tree, remove restored optimizer values of parameters whose own saved values did not fit."""
         fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)

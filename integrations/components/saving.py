@@ -40,7 +40,7 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # unlike an actor handle, this can start an actor
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # saved for an actor handle, which cannot start actors
 
 
 @dataclass(frozen=True, slots=True)

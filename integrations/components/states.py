@@ -2,7 +2,7 @@
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
 the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. A torch
-optimizer's values are saved with the optimizer, under the paths of its parameters, even if other components hold them.
+optimizer's values are saved with the optimizer under its parameters' paths, even for parameters in other components.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def inherited(method: F) -> F:
 def overrides(value: Any, method: str) -> bool:
     """True if an object has its own implementation of ``method`` (``get_state`` or ``set_state``)."""
     implementation = getattr(type(value), method, None)
-    # Optimizers are always walked, because the walk gives their values better names.
+    # An optimizer's own methods are never used, because a walk gives its values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be omitted."""
+    """Capture component states; ``partial`` allows the loss of optimizer values for parameters outside the tree."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -153,7 +153,7 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components without their own ``get_state``; raise UnsupportedLeafError if they cannot be saved."""
+    """Describe the components that lack their own ``get_state``; raise UnsupportedLeafError if one cannot be saved."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
@@ -177,9 +177,9 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 
 
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError if an object that is not searched for components contains one."""
+    """Raise UnsupportedLeafError if a component is inside an object that is not searched for components."""
     named = {id(other.value) for other in component.root.walk()}
-    # Components found among the attributes are exempt, because a save logs a warning if they are not named.
+    # Components among the attributes are exempt: if get_checkpointable_components() omits one, a save logs a warning.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError if optimizer values would be lost because no component holds the parameters."""
+    """Raise UnsupportedLeafError if optimizer values would be lost because no component holds their parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -226,7 +226,7 @@ def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Return a copy of a tree that shares no mutable objects with it."""
+    """Copy a tree; the copy shares no mutable objects with the original."""
     if isinstance(tree, np.ndarray):
         return tree.copy()
     if is_torch_tensor(tree):
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own state and its children's states, even if nested by path as in RLlib."""
+    """Split a state into the component's own state and its children's, which may be nested by path as in RLlib."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -255,7 +255,7 @@ def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, An
                 flat[child.name] = holder.pop(last)
     for name in {child.name.partition("/")[0] for child in live.children}:
         if flat.get(name) == {} and state.get(name):
-            del flat[name]  # it contained only component states
+            del flat[name]  # the removed entry held only states of child components
     return flat, [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
 
 
@@ -290,7 +290,7 @@ def prepare_state(
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
-        # Earlier versions did not save optimizer values for parameters of some components; report them as missing.
+        # For parameters in some components, earlier versions saved no optimizer values; report these values as missing.
         without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
         lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
         if unused and report.missing and not (report.restored or lost or fitting):
@@ -311,7 +311,7 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the unscheduled plain options of torch optimizers, such as learning rates, keyed by path."""
+    """Return the plain torch optimizer options that no scheduler controls, such as learning rates, keyed by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
     fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
@@ -319,7 +319,7 @@ def _options(graph: LiveGraph) -> dict[str, Any]:
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
     """Remove a component's optimizer values for tensors whose shape has changed; return a message for each."""
-    # This must come last: only then is it known which parameters of other components do not fit.
+    # Call this after all components are restored: only then is it known which of their parameters do not fit.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
@@ -346,7 +346,7 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     flat = flatten(pack_tree(values))
     packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
     if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
-        flat = flatten(values)  # graph documents of earlier versions name each element separately
+        flat = flatten(values)  # earlier versions' graph documents name each number of the sequence separately
     described = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in described.items()]
     arrays = {name: leaf for name, leaf in described.items() if isinstance(leaf, ArrayLeaf)}
@@ -360,7 +360,7 @@ def read_document(text: Any, source: Location) -> Any:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
 
-_TREE = "(tree)"  # name of the edge to other components' parameters that have no name in this component
+_TREE = "(tree)"  # first edge in the paths of parameters that only other components name
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
@@ -368,7 +368,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():
-            with contextlib.suppress(UnsupportedLeafError):  # such a component has its own get_state()
+            with contextlib.suppress(UnsupportedLeafError):  # a component that cannot be walked has its own get_state()
                 for node in walk(component, strict=False).nodes:
                     if is_torch_tensor(node.value):
                         top.parameters.setdefault(id(node.value), (*component.path, *node.path))

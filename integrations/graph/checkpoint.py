@@ -54,7 +54,7 @@ class Checkpoint(Node):
     several paths is saved only once.
 
     Args:
-        root: An object, or a weak reference to one, whose attributes are saved as if they were the checkpoint's own.
+        root: An object whose attributes are saved like the checkpoint's own, or a weak reference to that object.
         **objects: The objects to attach, by name.
 
     Raises:

@@ -76,7 +76,7 @@ class TensorSlot:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the elements cannot be written individually, or None if they can."""
+        """The reason why the tensor's elements cannot be written individually, or None if they can."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -166,7 +166,7 @@ class ModuleState(PartState):
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        # With several processes, each accumulates its own metric state, which is not saved.
+        # With several processes, the metric state is not saved, because each process accumulates its own.
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
@@ -182,7 +182,7 @@ class ModuleState(PartState):
         names = set(wrapped.values())
         extra = {key if key in names else wrapped.get(unwrapped_name(key), key): leaf for key, leaf in decoded.items()}
         state.update(extra)
-        # The state_dict() may convert parameters, for example to half precision, so keep the values from the graph.
+        # Keep parameter values from the graph, because state_dict() may convert them, for example to half precision.
         names = set(map(unwrapped_name, extra))
         named = self.target.named_parameters()
         exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
@@ -233,7 +233,7 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 
 
 # ---- torch optimizers keep values for each parameter ("optimizer slots") and options for each group of parameters.
-# Both are matched by parameter, never by index, because the order of modules or groups may change.
+# Values and options are matched by parameter, never by index, because the order of modules or groups may change.
 
 OPTIMIZER_SLOTS = "slots"  # path segment and document key for a torch optimizer's per-parameter values
 GROUPS = "groups"  # name of the edge from a torch optimizer to its group options
@@ -354,7 +354,7 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
-# The state of these objects consists of their variables. As in TensorFlow, a variable or layer is named after the
+# The state of Keras objects consists of their variables. As in TensorFlow, a variable or layer is named after the
 # attribute that holds it. If no attribute holds a layer, as in a Sequential model, the name chosen by the program is
 # used, or else the class name and a number within the parent, as in ``save_weights`` files
 # (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). The names that Keras generates

@@ -141,7 +141,7 @@ class CheckpointManager:
         )
         self._later: set[int] = set()  # steps later than the restored one; these may be overwritten
         self._limit = None if hours is None else max_to_keep
-        self._left: set[int] = set()  # steps beyond the limit that `_preserved` has already considered
+        self._left: set[int] = set()  # steps that exceed the limit and that `_preserved` has already considered
         checkpoint._holdfast.managers.add(self)
 
     @property
@@ -277,7 +277,7 @@ class CheckpointManager:
         return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the save counter, the checkpoint's number, the steps left behind by a restore, and steps to pin."""
+        """Return the save counter, the checkpoint's number, the steps with higher numbers, and the steps to pin."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -303,7 +303,7 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps in the order of their saves, starting with the steps that a restore left behind."""
+        """Return all steps in the order of their saves, starting with higher-numbered steps abandoned by a restore."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 

@@ -97,7 +97,7 @@ class Matching:
             number, value, view = visit.number, visit.value, visit.view
             has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
             if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
-                later.append(visit)  # nodes saved elsewhere and optimizer parameters must be bound first
+                later.append(visit)  # wait until the parameters, and nodes stored under other paths, are bound
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
@@ -187,7 +187,7 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # Without has_own_states, this may be the graph of a plain tree, which has extra edges for dotted keys.
+                # Skip graphs without has_own_states: they may be plain trees, which have extra edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -207,7 +207,7 @@ class Matching:
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters differ
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # parameters differ from those saved
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
         """Yield assignments of values and options for newly bound optimizers and parameters."""
@@ -221,7 +221,7 @@ class Matching:
                     yield from self._of_optimizer(optimizer, live, path, due)
 
     def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
-        """Yield assignments of an optimizer's values for the parameters in ``due``, and of their groups' options."""
+        """Yield assignments for the parameters in ``due``: their optimizer values, and the options of their groups."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:
@@ -342,7 +342,7 @@ class _LiveOptimizer:
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # saved groups of the parameters in each group, keyed by group index
+        self.origins: dict[int, set[int]] = {}  # for each group index, the saved groups that its parameters come from
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges

@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file records which checkpoint is the newest: each call lists the directory, which may be moved, copied or pruned.
+No file records the newest checkpoint. Each call lists the directory, which can therefore be moved, copied or pruned.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def checkpoints_iterator(
         directory: The directory of the numbered checkpoints; it need not exist yet.
         min_interval_secs: The minimum time between two yielded checkpoints, in seconds.
         timeout: How long to wait for a new checkpoint, in seconds; None waits forever.
-        timeout_fn: Called on timeout; the iteration ends if the result is true. If None, it ends at the first timeout.
+        timeout_fn: Called on timeout; a true result ends the iteration. If None, the first timeout ends the iteration.
         poll_secs: The polling interval, in seconds.
 
     Yields:

@@ -54,7 +54,7 @@ class RestoreReport:
         checkpoint: The checkpoint's path or URL; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
         missing: Values or components in the program that the checkpoint lacks; they are left unchanged.
-        missing_values: Values of restored components that are missing from the checkpoint.
+        missing_values: Values that the checkpoint lacks, although their components were restored.
         pending: Values in the checkpoint that are waiting for an object to be attached.
         unused: Values in the checkpoint that the matching object in the program does not have, or components in the
             checkpoint that the program does not have.
@@ -175,8 +175,8 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values in the checkpoint may stay unrestored.
 
-        Unrestored values then cause no warning. A save leaves them out, stores the program's values, and warns about
-        existing objects that were not restored. Objects attached to a `Node` are still restored.
+        Values that are never restored then cause no warning. A save discards them and stores the program's own values,
+        with a warning about objects that exist but were not restored. Objects attached to a `Node` are still restored.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -204,7 +204,7 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """Tracks which checkpoint values have been restored, and outlives the restore to warn about the others."""
+    """Tracks which checkpoint values have been restored; outlives the restore, to warn about values that never were."""
 
     wanted: dict[int, Path]  # paths of the values to restore, keyed by node number
     where: str
@@ -286,7 +286,7 @@ class Restoration:
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
-        """Restore ``training`` (which 0.1.0 did not save) and ``requires_grad``; return descriptions of the changes."""
+        """Restore ``training`` (not saved by holdfast 0.1.0) and ``requires_grad``; return a message per change."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # `left` covers the other entries
+        lacking = [path for path in lacking if path not in named]  # entries in `named` are already reported from `left`
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -352,7 +352,7 @@ class Restoration:
         )
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
-        """Return the restored and missing nodes; record nodes that keep their fresh state in ``live.skipped``."""
+        """Return the restored and missing nodes; add nodes that keep their fresh state to ``live.skipped``."""
         # Paths of state that holdfast 0.1.0 did not save.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}

@@ -196,12 +196,12 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # restore numbers, keyed by id of a live anchor, then by trail
+_writers: dict[int, dict[Path, int]] = {}  # number of each slot's last restore, keyed by live anchor id, then by trail
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor that does not support weak references alive while the restore that wrote to it exists."""
+    """Holds an anchor that cannot be weakly referenced, to keep it alive as long as the restore that wrote to it."""
 
     anchor: Any
 

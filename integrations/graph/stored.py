@@ -95,7 +95,7 @@ def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-            continue  # stored under another path, or too deep to hold a value
+            continue  # stored under another path, or at a depth where values are not allowed
         below = _nested(child, elsewhere)
         if below is not None:
             children[keys.get(segment, segment)] = below
@@ -146,7 +146,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, because a handler remembers one tree structure
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate: each handler remembers only one tree structure
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Prepare a `CapturedGraph` for writing."""

@@ -226,7 +226,7 @@ class Part:
 
 
 def stand_for(node: Node, root: Any) -> None:
-    """Give a node the edges of ``root``, an object or a weak reference to one, in addition to its own."""
+    """Add the edges of ``root`` to a node's own edges; ``root`` is an object or a weak reference to one."""
     node._holdfast.root = root
 
 

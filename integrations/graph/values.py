@@ -76,7 +76,7 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # nodes stored under another path, by container; set by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # by container: nodes stored under another path; set by `below`
         self.sharing: set[int] = set()  # containers whose inner containers are also used elsewhere; set by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # container keys, by node and edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
@@ -101,7 +101,7 @@ class SavedValues:
         if label in SEQUENCES:
             elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # the stored structure includes maxlen
+            is_deque = stored is not None and stored.kind == "deque"  # only the stored structure has a deque's maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]

@@ -79,7 +79,7 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Return a Keras object's edges: `listed` in a given parameter order, `numbered` under earlier versions' names.
+    # Keras only: `listed` returns edges in a given parameter order; `numbered`, edges named as in earlier versions.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
@@ -93,7 +93,7 @@ class Leaf:
     ready: bool = True  # whether it has a value yet; a lazy module's parameters have none until the first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
-    opened: Callable[[], View] | None = None  # views the object as a branch, if it was saved as several values
+    opened: Callable[[], View] | None = None  # returns a branch view, for an object that was saved as several values
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
-    is_dataclass = contents is not None and contents.kind == "dataclass"  # dataclasses registered with JAX are nodes
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # kind is "node" for those registered with JAX
     if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
@@ -317,5 +317,5 @@ def _set_item(container: Any, key: Any, value: Any) -> None:
 
 def _copy_encoded(tensor: Any, value: Any) -> None:
     torch: Any = loaded("torch")
-    with torch.no_grad():  # detach() would give a sparse tensor separate indices
+    with torch.no_grad():  # because detach().copy_() would not change the indices of a sparse tensor
         tensor.copy_(decode_state(value))

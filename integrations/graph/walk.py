@@ -23,7 +23,7 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # each optimizer group's parameters in the graph
+    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters of each optimizer group, if in the graph
     number: int = -1  # node number in the saved document
     outside: bool = False  # whether the node only names an object whose value is saved elsewhere
 
