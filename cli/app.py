@@ -43,7 +43,7 @@ _MODULES = {  # command names, keyed by the module that defines them
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # a shell sets _COMPLETE to request completions
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the environment variable with which shells request completions
 _SCRIPTS = {  # keyed by shell: path of the completion script, path of the startup file, and the line to add to it
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
@@ -85,11 +85,11 @@ def _import_numpy() -> None:
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # neither the caller of `main` nor child processes should see it
+        del os.environ["OPENBLAS_NUM_THREADS"]  # hide it from the caller of `main` and from child processes
 
 
 class _Unloaded(click.Command):
-    """A placeholder that imports its command only when the command is called or completed."""
+    """A placeholder that imports the command only when a user calls it or a shell requests its completions."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

@@ -1,6 +1,6 @@
 """``holdfast prune``, ``rm``, ``rollback``, ``pin`` and ``unpin`` change which checkpoints a run keeps.
 
-Each command acquires the checkpoint directory as a training run does, and fails while a run is writing to it.
+Each command takes ownership of the checkpoint directory, as a training run does, and fails while a run owns it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The run to change. With ``takes_strays``, its steps include step folders without a commit record."""
+    """The run to change. If ``takes_strays`` is true, its steps include step folders without a commit record."""
 
     def __init__(self, directory: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")

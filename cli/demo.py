@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
-    """Run a ``holdfast`` command and echo its output; with ``preempt``, send it SIGTERM halfway."""
+    """Run a ``holdfast`` command and echo its output; if ``preempt`` is true, send it SIGTERM halfway."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
     # Use sys.executable, because the ``holdfast`` on the PATH may belong to another installation.
     process = subprocess.Popen(

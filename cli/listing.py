@@ -37,8 +37,8 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
     """List the checkpoints of runs, or the runs in a folder.
 
     Each checkpoint is listed with its age, size and metrics, the reasons for keeping it, any damage, and whether the
-    newest resume from it was exact (recorded means that no resume has been compared). The run's mirror and the location
-    of local steps on its hosts follow the list.
+    newest resume from it was exact ("recorded" means that no resume has been compared). The list is followed by the
+    run's mirror, and by the path that holds local steps on the run's hosts.
     """
     configure_logging("warning")
     locations = [checkpoints_at(directory) for directory in directories]
@@ -54,7 +54,7 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
 
 
 def _listing(location: Location) -> dict[str, Any]:
-    """Return a JSON document with the checkpoints or runs at a location, and the run's mirror and local locations."""
+    """Return the checkpoints or runs at a location as JSON, with the run's mirror and the path of its local steps."""
     checkpoints = [{**shown(summary), "witness": None} for summary in _checkpoints(location)]
     _add_witness(location, checkpoints)
     runs = [] if checkpoints else [_run(location / name) for name in runs_below(location)]
@@ -63,7 +63,7 @@ def _listing(location: Location) -> dict[str, Any]:
 
 
 def list_at(location: Location) -> None:
-    """Print the checkpoints or runs at a location, and the run's mirror and local locations."""
+    """Print the checkpoints or runs at a location, then the run's mirror and the path of its local steps."""
     listing = _listing(location)
     if "runs" in listing:
         _print_runs(listing["runs"])
@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the witness verdict on the newest resume from each step, or ``recorded`` if no resume has been compared."""
+    """Add the verdict on the newest resume from each step, such as ``exact``, or ``recorded`` if none was compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -91,7 +91,7 @@ def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _other_places(location: Location) -> dict[str, str]:
-    """Return the run's mirror and local locations, as recorded in its directory."""
+    """Return the other locations that a directory records: its mirror, its local steps, and the run that it mirrors."""
     try:
         run = stored_identity(location)
     except StorageError:
@@ -123,7 +123,7 @@ def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Format the size of a step and, if ``shares`` is true, the total size of its unshared files."""
+    """Format a step's size and, if ``shares`` is true, the part of it that is not shared with other steps."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []

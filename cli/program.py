@@ -27,7 +27,7 @@ from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # some signals do not exist on every platform
+    if hasattr(signal, name)  # not every platform has all of these signals
 )
 _TICK = 0.25  # polling interval for the child's events and heartbeats, in seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
@@ -92,7 +92,7 @@ class Program:
         _prctl(_SUBREAPER, 1)
         parent = os.getpid()
 
-        def die_with_parent() -> None:  # Python code is safe after this fork, because there is only one thread
+        def die_with_parent() -> None:  # Python code is safe between fork and exec, because there is only one thread
             _prctl(_DEATH_SIGNAL, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
@@ -128,7 +128,7 @@ class Program:
             while self._signals.received:
                 number = self._signals.received.pop(0)
                 self.forwarded.append(number)
-                self._process.send_signal(number)  # not to the group, because the command may forward signals itself
+                self._process.send_signal(number)  # not to the process group, because the command may forward signals
             if look() or (until is not None and time.monotonic() >= until):
                 return self._process.poll()
             self._signals.sleep(_TICK if until is None else min(_TICK, until - time.monotonic()))

@@ -76,7 +76,7 @@ class Meter:
                 expand=True,
                 auto_refresh=False,
                 transient=True,
-                redirect_stdout=False,  # stdout may be a file
+                redirect_stdout=False,  # otherwise, rich would send stdout, which may be a file, to stderr
                 get_time=self._clock,
             )
             self._bar.add_task(self._call, total=None)
@@ -95,7 +95,7 @@ class Meter:
 
 @contextlib.contextmanager
 def progress_of(call: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Yield a meter, and display the progress reported to it. ``call`` is the label, such as ``copy``."""
+    """Yield a meter, and display its progress with the label ``call``, such as ``copy``."""
     meter = Meter(call)
     if not shown:
         yield meter

@@ -155,13 +155,13 @@ def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other:
 
 
 def witness_events(events: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return the last witness event for each step that a run resumed from, keyed by step."""
+    """Return the last ``witness`` event for each step that a run resumed from, keyed by step."""
     events = (event for event in events if event["event"] == "witness")
     return {step: event for event in events if isinstance(step := event.get("saved_step"), int)}
 
 
 def proof_text(event: Mapping[str, Any]) -> str:
-    """Return the verdict of a witness event on a resume: ``exact``, ``inexact`` or ``rounding``."""
+    """Return what a ``witness`` event says about a resume: ``exact``, ``inexact`` or ``rounding``."""
     return "exact" if event.get("exact") is True else "inexact" if event.get("exact") is False else "rounding"
 
 

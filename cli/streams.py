@@ -63,7 +63,7 @@ def configure_logging(level: str) -> None:
 
 
 def open_closed_streams() -> None:
-    """Replace closed standard streams with ``/dev/null``; otherwise the next file opened would receive their output."""
+    """Replace closed standard streams with ``/dev/null``, so that no file opened later receives printed text."""
     for number, name in STREAMS.items():
         try:
             os.fstat(number)

@@ -55,7 +55,7 @@ class RunRecord:
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # keyed by directory and process
     newest: dict[str, int] = field(default_factory=dict)  # newest step at the start, keyed by directory; -1 for none
-    runs: dict[str, str] = field(default_factory=dict)  # last run token from process 0, keyed by directory
+    runs: dict[str, str] = field(default_factory=dict)  # run token that process 0 last reported, keyed by directory
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
@@ -266,8 +266,8 @@ def supervise(
     Write the program after two dashes: holdfast supervise -- python train.py. The run's own events show whether it
     finished or was preempted. SIGTERM and other signals are forwarded to the program. Events are logged as lines on
     standard error: text on a terminal, JSON elsewhere or with --json. The exit status is the program's own, 75 if the
-    supervisor itself was preempted, or 93 if 3 consecutive restarts bring no new checkpoint or 3 consecutive starts end
-    within a minute, before the run begins.
+    supervisor itself was preempted, or 93 if it gives up: after 3 consecutive restarts without a new checkpoint, or
+    after 3 consecutive starts that end within a minute, before the run begins.
     """
     policy, watch = RestartPolicy(max_restarts, pause, longest_pause), Watch(hang_timeout, start_timeout, grace)
     log = _Log(None if events is None else Path(events), as_json=as_json)
@@ -328,7 +328,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # after a failure, waiting for other processes is not a hang
+    hung = returncode is None and not record.has_failed  # after a process failed, waiting for the others is not a hang
     why = None
     if returncode is None:
         why = _overdue(program, watch)

@@ -240,7 +240,7 @@ def _recipe(document: Document) -> Recipe:
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:
-    """Return the message for a pydantic error in this package's own wording."""
+    """Describe a pydantic error in this package's own words."""
     error_type = error["type"]
     if error_type in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(error["loc"], recipe.schema)
@@ -332,7 +332,7 @@ def compose(text: str) -> Any:
 
 
 def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
-    """Parse a YAML document, collecting its problems. With ``one_origin``, the origins of keys have no line numbers."""
+    """Parse a YAML document, collecting its problems. If ``one_origin`` is true, origins have no line numbers."""
     origin = SourceLine(source)
     document = Document(None, {(): origin})
 

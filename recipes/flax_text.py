@@ -48,7 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """An endless iterator over int32[batch_size, context + 1] batches. Each batch depends on the seed and its index."""
+    """An endless iterator over int32[batch_size, context + 1] batches; each depends on the seed and the batch index."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus
@@ -72,7 +72,7 @@ class Windows:
         return {"batch": self._batch, "fingerprint": self._corpus.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore a position returned by :meth:`get_state`; raise OptionError if the text is a different one."""
+        """Restore a position returned by :meth:`get_state`; raise OptionError if the text has changed."""
         if state["fingerprint"] != self._corpus.fingerprint:
             raise OptionError(
                 f"the checkpoint was trained on a different text: expected CRC-32 {self._corpus.fingerprint:08x}, "

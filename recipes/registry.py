@@ -209,7 +209,7 @@ def _recipe(name: str, target: str) -> Recipe:
 
 
 class _NoSource(Config):
-    # With use_attribute_docstrings, pydantic would parse the source of every function on the call stack.
+    # Disable this option, because it would make pydantic parse the source of every function on the call stack.
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 

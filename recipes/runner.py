@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Return the step to resume from, or 0, if the run may resume. ``fetch`` first gets newer steps from the mirror."""
+    """Check resume rules; return the step to resume from, or 0. ``fetch`` first gets newer steps from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
@@ -169,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Describe both values of each key that differs, by dotted key. Keys found only in the checkpoints come last."""
+    """Map the dotted name of each changed key to a text with both values. Keys only in the checkpoints come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"
@@ -179,7 +179,7 @@ def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, s
 
 
 def blocks_resume(key: str, identity: Sequence[str], allowed: Sequence[str]) -> bool:
-    """Return True if a changed key identifies the run, and neither the key nor an enclosing section may change."""
+    """Return True if a changed key identifies the run, unless ``allowed`` lists the key or an enclosing section."""
     return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{section}.") for section in allowed)
 
 

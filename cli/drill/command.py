@@ -109,7 +109,7 @@ class _StoppedError(Exception):
 def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Write the program after two dashes: holdfast drill -- python train.py. It runs first undisturbed for some
+    Write the program after two dashes: holdfast drill -- python train.py. It first runs undisturbed for some
     steps, and then with interruptions by SIGTERM and SIGKILL. Checkpoints go to separate directories; the checkpoints
     of your runs are neither read nor written. Other files, such as logs, go to their usual locations. Exit status: 0 if
     all is well, 1 if a problem is found (the report names the likely cause), 2 if the drill cannot be carried out.
@@ -226,7 +226,7 @@ class _Drill:
         return start
 
     def _begin_with_first(self, reference: Start) -> None:
-        """Discard the interrupted run, and prepare to start it from the first checkpoint of the reference run."""
+        """Discard the interrupted run, and prepare to start it again from the reference run's first checkpoint."""
         report = self._report
         fresh, first = self._starts[0].trace, reference.trace.steps[0]
         names = unseeded(reference.trace.facts.get(first, {}), fresh.facts.get(first, {}))
@@ -296,7 +296,7 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Record how an attempt of the interrupted run ended. Its checkpoints are compared separately."""
+        """Record how an attempt of the interrupted run ended, without comparing the checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # the signal may arrive at a later step
             interruption = replace(interruption, step=trace.interrupted)
@@ -417,12 +417,12 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the stand-in folder for each directory of the run, keyed by the URL that the program uses."""
-        runs = self._folder / RUNS  # the claims contain this path, even if the folder has been renamed
+        """Return the folder that stands in for each directory of the run, keyed by the URL that the program uses."""
+        runs = self._folder / RUNS  # redirection targets begin with this path, even after the folder was renamed
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
-        """Return the folders of the committed steps in a stand-in folder, keyed by step."""
+        """Return the paths of the committed steps in a folder that stands in for a run directory, keyed by step."""
         location = as_location(self._folder / name / target)
         if not location.is_directory():
             return {}
@@ -432,7 +432,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return the differences at the first differing step, or at all of them. Skip pairs known to be identical."""
+        """Return differences at the first step that differs, or at all steps. Skip checkpoints known to be equal."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [

@@ -64,11 +64,11 @@ class Trace:
 
     @staticmethod
     def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace of process 0. If several processes claim index 0, choose the one with the most steps."""
+        """Return the trace of process 0. If several processes report index 0, choose the one with the most steps."""
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # every index is 0 at first
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # all report 0 at first
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -273,13 +273,13 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# Words that mark a value as merely reported, or as a time. Such values rarely affect the next step.
+# If a name contains one of these words, its value is only reported, or is a time, and rarely affects the next step.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
 
 def _likeliest(values: list[_Entry]) -> list[_Entry]:
-    """Move values that are merely reported to the end, and drop times unless there is nothing else."""
+    """Move values that are only reported to the end, and drop times unless all values are times."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))

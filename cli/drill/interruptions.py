@@ -62,7 +62,7 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions to rehearse, and notes about omitted ones. The run must have at least two steps."""
+    """Return the interruptions to rehearse, and notes about omitted kinds. The run must have at least two steps."""
     # After SIGKILL, the run resumes from an earlier step, so it can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []

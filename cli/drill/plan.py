@@ -12,7 +12,7 @@ from ...engine.observer import Point
 
 PLAN = "plan.json"  # file in the rehearsal folder that contains the plan for the current attempt
 TRACES = "traces"  # folder with one event file per attempt
-RUNS = "runs"  # folder that contains the stand-ins for the current run's directories
+RUNS = "runs"  # parent of the folders that stand in for the current run's directories
 CLAIMS = "claims.jsonl"  # file in RUNS with a line {"url": ..., "target": ...} for each redirected directory
 
 
@@ -45,6 +45,6 @@ class DrillPlan:
 
 
 def read_claims(folder: Path) -> list[dict[str, Any]]:
-    """Return the redirected directories listed in the claims file of a run folder."""
+    """Return the entries of a run folder's claims file, one for each redirected directory."""
     path = folder / CLAIMS
     return [*map(json.loads, path.read_text(encoding="utf-8").splitlines())] if path.exists() else []

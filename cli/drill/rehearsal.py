@@ -27,9 +27,9 @@ from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # the advice depends on which of these are imported
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # the drill's advice depends on which are imported
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# Number of steps after which a signal counts as ignored. Several processes need more steps to agree on one.
+# Numbers of steps after which a signal counts as ignored: for one process, and for several, which must first agree.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -60,7 +60,7 @@ class Rehearsal(Observer):
         self._redirects.check(url)
 
     def options(self, options: T) -> T:
-        """Return a copy of the options that keeps all checkpoints, and uses neither a mirror nor local saves."""
+        """Return the options, changed to keep all checkpoints and to disable the mirror and local saves."""
         assert isinstance(options, CheckpointManagerOptions)
         return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None, keep=())
 
@@ -74,7 +74,7 @@ class Rehearsal(Observer):
         return "rehearsal" if planned or dense else None
 
     def steps_after_signal(self, most: int) -> int:
-        return 0  # no further steps are needed, because the undisturbed run contains their results
+        return 0  # no further steps are needed, because the drill compares the resumed run with the undisturbed run
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
@@ -133,7 +133,7 @@ class Rehearsal(Observer):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Under a launcher, exit with 0: after a failure, the launcher might end the other processes before they save.
+        # Under a launcher, exit with 0; otherwise, the launcher might end the other processes before they save.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -148,7 +148,7 @@ class Rehearsal(Observer):
 
 
 class Redirects:
-    """Replaces the directories of the program's runs with stand-in folders."""
+    """Redirects the directories of the program's runs to folders of the rehearsal."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the stand-in for a path or URL, or the URL itself if there is none. With ``writes``, create one."""
+        """Return the folder that stands in for a URL, or the URL if there is none. If ``writes``, assign a folder."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError if a URL is outside the rehearsal, because writing there would change a real directory."""
+        """Raise StateError if a URL is outside the rehearsal folder, as writing to it would change a real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, but no folder of the rehearsal "

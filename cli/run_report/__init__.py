@@ -43,9 +43,9 @@ from .page import GENERATOR, draw_page
 def report(directories: Sequence[str], output: str, no_statistics: bool, norm_steps: int | None, as_json: bool) -> int:
     """Write a report on runs as one HTML page, which opens without a network connection.
 
-    The page shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept
-    checkpoints, sizes, statistics of every leaf, changes in norms, the tree, and why each step is kept. Without
-    --norm-steps, it compares the norms of 8 steps, or fewer if the earlier steps exceed 8 GiB in total.
+    The page shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with marks for
+    kept checkpoints, sizes, statistics of every leaf, changes in norms, the tree, and why each step is kept. Without
+    --norm-steps, the report compares the norms of 8 steps, or of fewer if the earlier steps exceed 8 GiB in total.
     """
     configure_logging("error")
     target = Path(output)

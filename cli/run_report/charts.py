@@ -1,6 +1,6 @@
 """The graphics of a report: collapsible trees, and SVG charts.
 
-Charts are plain SVG without scripts: they can be printed, follow the page's colours, and are part of the DOM.
+Charts are plain SVG without scripts, so they can be printed, follow the page's colours, and are part of the DOM.
 
 Drawings stretch with the page, whereas text is HTML outside the SVG and keeps its size at any page width. Line widths
 do not scale (``vector-effect``), and dots are zero-length lines with round caps.
@@ -142,7 +142,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw a bar for each save, and a line at the time it became durable. Draw only one save per position."""
+    """Draw a bar for each save, and a line where it became durable. Draw only the first save at each position."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -205,7 +205,7 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw values over steps as a line, with dots for kept checkpoints. The page's script shows ``data-readings``."""
+    """Draw values over steps as a line, with dots for kept checkpoints. On hover, a script shows ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw a bar per ``(step, unshared bytes, shared bytes)``. If there are too many, draw each group's largest."""
+    """Draw a bar per ``(step, unshared bytes, shared bytes)`` or, if there are too many, the largest of each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1

@@ -96,7 +96,7 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
     checkpoints = [describe_one(location)] if is_one else list_checkpoints(location)
     events = [] if is_one else read_run_events(location)
     history = read_history(events)
-    for checkpoint in checkpoints:  # checkpoints may also contain metrics recorded by other programs
+    for checkpoint in checkpoints:  # other programs may have added metrics to checkpoints
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
     facts = RunFacts(name, str(location), checkpoints, history, Experience(events), has_events=bool(events))
@@ -200,7 +200,7 @@ def _read_norms(
     grouped: Mapping[tuple[str, str], str],
     totals: dict[str, float],
 ) -> None:
-    """Read the norms at evenly spaced earlier steps of the same series."""
+    """Read the norms at evenly spaced earlier steps whose folder names have the same prefix."""
     keys = [(leaf.item, leaf.path) for leaf in statistics.leaves]
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in statistics.leaves}, totals)}
     series = newest.path.rstrip("0123456789")
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the losses expected at the best interval and at 0.5, 1 and 2 times the run's interval ([] if unknown)."""
+    """Estimate the time lost at the best save interval, and at 0.5, 1 and 2 times the run's own ([] if unknown)."""
     used = experience.interval
     if used is None:
         return []
@@ -257,7 +257,7 @@ def choices(experience: Experience) -> list[Choice]:
 
 
 def advice(experience: Experience) -> str | None:
-    """Recommend the best interval, or return None if it would gain too little or if the run learns its own interval."""
+    """Recommend the best save interval; return None if the gain is too small, or if the run adapts its own interval."""
     by_name = {choice.name: choice for choice in choices(experience)}
     if experience.bounds is not None or not {"used", "loses least"} <= by_name.keys():
         return None
@@ -271,7 +271,7 @@ def advice(experience: Experience) -> str | None:
 
 
 def basis(experience: Experience) -> str:
-    """Describe the measurements from which the expected losses are computed."""
+    """Describe the measurements from which the lost time is estimated."""
     failures = count(experience.failures, "failure") if experience.failures else "no failure"
     bounds = " and ".join(map(duration, experience.bounds or ()))
     learns = f" The run learns its interval, between {bounds}." if bounds else ""

@@ -101,7 +101,7 @@ class History:
         return sum(attempt.blocked for attempt in self.attempts)
 
     def ended(self, *how: How) -> int:
-        """Return the number of attempts that ended in any of these ways."""
+        """Return the number of attempts that ended in any of the given ways."""
         return sum(attempt.how in how for attempt in self.attempts)
 
 
@@ -120,7 +120,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
             history.attempts.append(attempt)
         attempt.began, attempt.ended = min(attempt.began, when), max(attempt.ended, when)
         _take(history, attempt, event, when)
-    # Drop attempts that did not train: commands such as `pin` record them, and so does `holdfast run` when it starts.
+    # Drop attempts that did not train, such as those recorded by `holdfast pin` and by the start of `holdfast run`.
     history.attempts = [attempt for attempt in history.attempts if attempt.how != "closed" or _has_trained(attempt)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
@@ -219,7 +219,7 @@ def _skipped(skipped: Any) -> list[tuple[int, str]]:
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    """Apply the supervisor's ``ended`` event to an attempt. Except for hangs, the run's own report takes precedence."""
+    """Apply the supervisor's ``ended`` event to an attempt. The run's own report takes precedence, except for hangs."""
     how = event.get("how")
     attempt.status = _whole(event.get("status"))
     if how == "hung":

@@ -181,7 +181,7 @@ def _key(tone: str, text: str) -> Markup:
 
 
 def _left_out(number: int, text: str) -> Markup:
-    """Return a line about omitted rows, or nothing if there are none."""
+    """Return a line that states how many entries are omitted, or an empty string if none are."""
     return tag("p", f"{number} {text}", class_="left-out") if number > 0 else Markup()
 
 

@@ -35,10 +35,10 @@ from .torch.files import ZIP_MAGIC, opened
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds the weights
 _DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member for each JSON item
-_DOCUMENT_LIMIT = 64 << 20  # bytes; maximum size of a JSON document
+_DOCUMENT_LIMIT = 64 << 20  # maximum size, in bytes, of a JSON document
 _NODES = 1_000_000  # maximum number of datasets and links in a file
-_RATIO = 2048  # maximum compression ratio of HDF5
-_UNSTORED = 64 << 20  # bytes; allowance for arrays that are not stored because they contain only the fill value
+_RATIO = 2048  # maximum compression ratio that is accepted in an HDF5 file
+_UNSTORED = 64 << 20  # bytes allowed for arrays that are not stored because they contain only the fill value
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -172,12 +172,12 @@ class HDF5Tree(FetchedTree):
 # Object arrays are pickled, so they are listed but not read.
 
 _MEMBER = ".npy"
-_END = 22  # bytes; size of the end-of-central-directory record without the archive comment
+_END = 22  # size, in bytes, of the end-of-central-directory record without the archive comment
 _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
 }
-_KINDS = "biufcSU"  # numpy dtype kinds that are plain data
+_KINDS = "biufcSU"  # numpy dtype kinds of plain data
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError),
     tokenize.TokenError,  # raised if numpy cannot parse a header as a Python literal
@@ -217,7 +217,7 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     """Raise BadZipFile if the archive's central directory, which is not protected by a checksum, is damaged."""
-    # A flipped bit could hide a member, either by changing its name or by making the previous entry overlap its entry.
+    # A flipped bit could hide a member by changing its name, or by extending the previous entry over the member's.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
     members = archive.infolist()

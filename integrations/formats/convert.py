@@ -74,7 +74,7 @@ class Conversion:
         path: The location of the result.
         format: The library that wrote the source (imports) or that reads the result (exports).
         step: The step of the checkpoint, if it has one.
-        leaves: The number of leaves in all trees, excluding leaves that may be empty containers.
+        leaves: The number of leaves with data in all trees, except any None that may represent an empty container.
         bytes: The total size of the arrays in bytes.
         left_out: One line for each source leaf that is missing from the result, with the reason.
     """
@@ -132,7 +132,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # resolve links once: if one changed later, two checkpoints would be mixed
+        location = origin.without_links()  # resolve links now: a link that changes later could mix two checkpoints
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -195,7 +195,7 @@ def export_checkpoint(
             holds at most two arrays (or 256 MiB) in memory, and verifies the result.
         step: The step to export from a directory of steps: a number, or ``"best"`` as ranked by the run's ``best_fn``.
             None exports the newest step or, for Orbax, all steps.
-        item: The item to export if there are several trees. None exports ``"state"`` if present or, for Orbax, all.
+        item: The item to export if there are several trees. None exports ``"state"`` if present; for Orbax, all items.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only matching leaves are written.
         root: Write only the contents of this container, such as ``"model"``. Names and patterns are then relative to
             it, as the ``from_pretrained`` functions of other libraries expect. Not supported for Orbax.
@@ -357,7 +357,7 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # Don't count leaves that have no data or that may be empty containers: the result may not contain them.
+    # Don't count leaves without data, or a None that may represent an empty container: the result may not contain them.
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
@@ -374,7 +374,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree under the names in the keys of ``arrays``, and wait until the files are durable."""
+    """Write the leaves in ``arrays``, each under the name that is its key, and wait until the files are durable."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -392,8 +392,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # If a leaf may be either None or an empty container, save it as a container: it usually represents an empty
-        # optimizer state, which is a container in the template, too.
+        # If a leaf may be either None or an empty container, save it as a container, because it usually represents
+        # an empty optimizer state, for which the template has a container, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure

@@ -5,7 +5,7 @@ A component's directory contains the state in ``state.pkl`` or ``state.msgpack``
 contain the child components. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
 This module reads a directory as a single tree, in which the states of the child components appear under their names.
-Component trees, in contrast, read each directory separately (``integrations/components/reading.py``).
+Component trees, in contrast, are read directory by directory (``integrations/components/reading.py``).
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which supports arrays and Python's plain
 types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), numpy arrays
@@ -71,7 +71,7 @@ _logger = logging.getLogger("holdfast")
 
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
-_LIMIT = 1 << 34  # bytes; maximum size of a state file, which is read into memory
+_LIMIT = 1 << 34  # maximum size, in bytes, of a state file, because the entire file is read into memory
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 

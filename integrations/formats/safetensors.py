@@ -51,9 +51,9 @@ BARE_LEAF = "value"  # tensor name if the tree is a single bare leaf
 _BATCH = 64 << 20  # bytes of leaf data read per batch
 _STEP = 1 << 20  # bytes per write
 _LENGTH_BYTES = 8
-_HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
+_HEADER_LIMIT = 100_000_000  # maximum header size, in bytes, as in the reference implementation
 _METADATA = "__metadata__"
-_ALIGNMENT = 8  # bytes; tensor data alignment in the reference implementation
+_ALIGNMENT = 8  # alignment of tensor data, in bytes, as in the reference implementation
 _LARGEST_SIZE = 1 << 62
 # In a folder without an index, file names consist of the shard (process), model name, file number, and file count.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")

@@ -35,12 +35,12 @@ from ....engine.storage import Location, aligned_empty, map_status, shared_conte
 if TYPE_CHECKING:
     import tensorstore
 
-_CACHE = 64 << 20  # bytes; size of the cache of decoded B+tree nodes, which all arrays share
-_UNDER_WAY = 1 << 30  # bytes; limit on the data being read concurrently
+_CACHE = 64 << 20  # size, in bytes, of the cache for decoded B+tree nodes; all arrays share the cache
+_UNDER_WAY = 1 << 30  # limit on the number of bytes that are read concurrently
 _RATIO = 1 << 16  # maximum compression ratio of the supported compressors
-_SMALL_CHUNK = 64 << 20  # bytes; chunks up to this size are accepted for all arrays
-_UNSTORED = 4 << 30  # bytes; allowance for chunks that are not stored because they contain only the fill value
-_MANIFEST_LIMIT = 512 << 20  # bytes; maximum size of a manifest
+_SMALL_CHUNK = 64 << 20  # chunks up to this size, in bytes, are accepted for all arrays
+_UNSTORED = 4 << 30  # bytes allowed for chunks that are not stored because they contain only the fill value
+_MANIFEST_LIMIT = 512 << 20  # maximum size, in bytes, of a manifest
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
 
@@ -63,7 +63,7 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 def _s3_spec(bucket: str) -> dict[str, Any]:
     """Return the TensorStore spec for an S3 bucket, using the endpoint and credentials that ``Location`` uses."""
-    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # deferred: loads asyncio and ssl
+    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # lazy, because this loads asyncio and ssl
 
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
@@ -72,7 +72,7 @@ def _s3_spec(bucket: str) -> dict[str, Any]:
     elif region:
         spec["aws_region"] = region
     # If the environment has credentials, avoid the default chain, which tries files and the network first and logs a
-    # warning for each miss. The profile must be given, because TensorStore 0.1.86 does not look it up.
+    # warning for each miss. Pass the profile explicitly, because TensorStore 0.1.86 does not look it up.
     given = "AWS_ACCESS_KEY_ID" in os.environ
     spec["aws_credentials"] = {"type": "environment"} if given else {"type": "default", "profile": chosen_profile()}
     return spec
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently; pass the index and data of each to ``use``; return (name, error) pairs."""
+        """Read arrays or boxes concurrently; pass each index and array to ``use``; return failures as (name, error)."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -215,7 +215,7 @@ class ProcessDatabases:
     def spec(self, name: str) -> dict[str, Any]:
         """Return the TensorStore key-value store spec for the directory of an array."""
         begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # "0" follows "/" in ASCII
-        # Include a layer for all keys. Without it, TensorStore would return uninitialized memory for missing chunks.
+        # Begin with a layer for all keys; without it, TensorStore would return uninitialized memory for missing chunks.
         layers: list[dict[str, Any]] = [{"base": {"driver": "ocdbt", "base": directory_spec(self._first)}}]
         layers += [
             {"exact": key, "base": {"driver": "ocdbt", "base": directory_spec(self._folders[key]), "path": key}}

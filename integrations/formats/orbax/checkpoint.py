@@ -25,7 +25,7 @@ from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # marks the name of a directory until its save has finished
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of a directory's name until its save has finished
 # On Google Cloud Storage, where directories cannot be renamed, this file marks a finished save.
 COMMITTED = "commit_success.txt"
 
@@ -73,7 +73,7 @@ class OrbaxCheckpoint(CheckpointSource):
                 item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
-        self._processes = 0  # number of saving processes, if each saved to the local disk of its host
+        self._processes = 0  # number of processes, if each saved to the local disk of its host; otherwise 0
         if self._items.pop(_PROCESSES, None) is not None:
             file = location / _PROCESSES / "global_process_metadata.json"
             listed = read_json(file)
@@ -173,7 +173,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """True if a directory contains a tree, or at least a tree's metadata files, instead of items."""
+    """True if a directory contains a tree (or at least the metadata files of a tree) rather than items."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     file = location / AGGREGATE_FILE

@@ -1,6 +1,6 @@
 """Export copies of any checkpoint to Orbax, or make holdfast checkpoints readable by Orbax in place.
 
-A plan contains the arrays and the contents of the JSON files that represent a tree in Orbax's format.
+An :class:`OrbaxPlan` holds the arrays and the contents of the JSON files that represent a tree in Orbax's format.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
 
 
 def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Map the path of each file that is not an array to its contents; ``folders`` maps each item to its folder."""
+    """Map the path of each file, except for array files, to its contents; ``folders`` maps each item to its folder."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
     for name, folder in folders.items():

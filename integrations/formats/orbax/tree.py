@@ -45,7 +45,7 @@ CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 STRINGS_FILE = "_strings.json"
 SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
-PROCESS_FOLDER = "ocdbt.process_"  # folder name prefix of a per-process database
+PROCESS_FOLDER = "ocdbt.process_"  # prefix of the folder names of per-process databases
 
 # Maps each value type of an empty container to the container to create.
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
@@ -55,14 +55,14 @@ STRING = "string"
 WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
-AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions; holds small leaves, and placeholders for others
+AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions; holds small leaves, and placeholders for the rest
 # Value types that Orbax itself stores as arrays. Entries without a recorded type have the type "unknown".
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDER = re.compile("(?:PLACEHOLDER|AGGREGATED)://(.*)", re.DOTALL)
 _ARRAY_FILES = (".zarray", "zarr.json")
 _ARRAY = b"zarr.json"
-_KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # PRNG implementation by length of the key data
+_KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # PRNG implementations, keyed by the length of the key data
 
 
 class Parameter(NamedTuple):
@@ -170,8 +170,8 @@ def _sharding(fields: Any) -> Details | None:
 class OrbaxTree(OtherTree):
     """An Orbax tree in a folder. Namedtuples and custom nodes are read as dictionaries, and tuples as lists."""
 
-    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. ``processes`` is the
-    # number of processes if each saved to its local disk; the folder then contains the shards that were copied to it.
+    # ``bare`` means that the tree is a single array, which Orbax saves as a tree with one entry. If each process saved
+    # to its local disk, ``processes`` is the number of processes; the folder holds the shards that were copied to it.
 
     def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location

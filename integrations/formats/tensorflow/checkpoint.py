@@ -20,7 +20,7 @@ from .index import MAGIC
 from .tree import INDEX, BundleTree
 
 STATE = "checkpoint"  # file in which TensorFlow lists the checkpoints of a directory
-_STATE_LIMIT = 64 << 20  # bytes; maximum size of the state file
+_STATE_LIMIT = 64 << 20  # maximum size, in bytes, of the state file
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,18})", re.DOTALL)
 _LINE = re.compile(
     r"""^\s*(\w+)\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)'|([-+0-9.eE]+))\s*$""", re.MULTILINE
@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map numbers to prefixes ``<name>-<number>``, using the newest checkpoint's name or else the most common name."""
+    """Map numbers to prefixes ``<name>-<number>`` with the newest checkpoint's name or else the most common name."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -188,7 +188,7 @@ _FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Raise FormatVersionError for "V1" checkpoints of TensorFlow before 0.12: one table, or one table per shard."""
+    """Raise FormatVersionError for "V1" checkpoints (before TensorFlow 0.12), which have one table or one per shard."""
     prefix = location
     try:
         if names:
@@ -207,5 +207,5 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                     "which is not supported. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: "
                     "that writes the format with .index and .data files"
                 )
-    except (StorageError, DamagedCheckpointError):  # DamagedCheckpointError: not a regular file
+    except (StorageError, DamagedCheckpointError):  # the latter is raised if a path is not a regular file
         return

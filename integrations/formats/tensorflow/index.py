@@ -32,7 +32,7 @@ MAGIC = bytes.fromhex("57fb808b247547db")  # magic number at the end of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
 _KEYS_AMPLIFICATION = 64  # maximum total size of the keys without prefix compression, as a multiple of the file size
-_KEYS_SMALL = 1 << 20  # bytes; total key sizes up to this limit are always accepted
+_KEYS_SMALL = 1 << 20  # total key sizes up to this number of bytes are always accepted
 _RATIO = 24  # maximum compression ratio; a snappy copy of 64 bytes takes three bytes
 STRING, VARIANT = 7, 21
 _VERSION = 1  # the supported format version
@@ -189,7 +189,7 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 
 def ordered(number: int) -> bytes:
-    """Encode a signed integer for a slice key. Results sort like the integers, and small integers take fewer bytes."""
+    """Encode a signed integer for a slice key. Encodings sort like integers, and small integers take fewer bytes."""
     length = (~number if number < 0 else number).bit_length() // 7 + 1
     marks = ((1 << length) - 1) << (7 * length)  # the number of leading one bits is the number of bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")

@@ -46,7 +46,7 @@ from .index import (
 MOST_LEAVES = 1 << 16  # maximum number of elements in a string tensor that is split into leaves
 _CHECKSUM_BYTES = 4
 _PADDING = 4  # maximum size of a padded bytes array, as a multiple of the text size
-_SMALL = 1 << 20  # bytes; padded arrays up to about this size are always accepted
+_SMALL = 1 << 20  # padded arrays up to about this number of bytes are always accepted
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
@@ -109,7 +109,7 @@ def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 
 INDEX = ".index"
-_INDEX_LIMIT = 1 << 30  # bytes; maximum size of an index file
+_INDEX_LIMIT = 1 << 30  # maximum size, in bytes, of an index file
 _SLICES = b"\0"  # first byte of slice keys
 
 
@@ -255,7 +255,7 @@ class ObjectNode:
     """An object in the object graph."""
 
     children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, keyed by edge name
-    # Pairs of attribute name and tensor name. The tensor name may also be a prefix that several tensors share.
+    # Pairs of an attribute name and a tensor name, which may also be a prefix that several tensors share.
     attributes: list[tuple[str, str]] = field(default_factory=list)
     # For each optimizer slot: node index of the variable, slot name, and node index of the slot's value.
     slots: list[tuple[int, str, int]] = field(default_factory=list)
@@ -289,7 +289,7 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dict[str, Any]:
-    """Convert an object graph to a holdfast document. Objects other than single values get an ``.ATTRIBUTES`` edge."""
+    """Convert an object graph to a holdfast document. Values are in ``.ATTRIBUTES``, except in single-value objects."""
     keys = sorted(names)
     documents: list[dict[str, Any]] = [{} for _ in nodes]
     owners: dict[str, int] = {}
@@ -362,7 +362,7 @@ Path = tuple[str, ...]
 class BundleTree(StoredTree, NamedVariables):
     """The values and object graph of a checkpoint. Values are accessible as a tree or by TensorFlow name."""
 
-    variables: NamedVariables  # refers to the tree itself
+    variables: NamedVariables  # always the tree itself
     _bundle: Bundle
     _objects: Sequence[ObjectNode] | None
     _tensor_names: Mapping[str, str]

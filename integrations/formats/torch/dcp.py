@@ -57,14 +57,14 @@ from .pickles import Inert, shown, unpickle
 METADATA = ".metadata"
 _DATA = ".distcp"
 _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
-_METADATA_LIMIT = 1 << 30  # bytes; maximum size of a metadata file or a decompressed object
+_METADATA_LIMIT = 1 << 30  # maximum size, in bytes, of a metadata file or a decompressed object
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
 # Matches any 1.x version of torch's ZStandard extension.
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
 _FRAMES = 8  # maximum number of zstd frames per entry (flushing adds empty frames)
 _RATIO = 1 << 16  # maximum compression ratio
-_ARCHIVE = 1 << 20  # bytes; maximum overhead of an archive that contains one tensor
+_ARCHIVE = 1 << 20  # maximum overhead, in bytes, of an archive that contains one tensor
 
 Ints = tuple[int, ...]
 
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name and path of each entry, with a tensor's description or any other object's extent."""
+    """Return the name and path of each entry, with its description (tensors) or its extent (other objects)."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
@@ -287,7 +287,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
             continue  # all processes with empty shards may refer to the same extent
-        if start in parts:  # a small pickle could repeat a part many times, and all of them would be read
+        if start in parts:  # a small pickle could repeat a part many times, and each copy would be read
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
     return _Tensor(shape, named_dtype(dtype), {(start, size): extent for start, (size, extent) in parts.items()})
@@ -377,7 +377,7 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
 # all arrays of a file in memory until it has written the file, so only a small tree is written as a single file. In a
 # large tree, each array gets its own file, so that at most two arrays are in memory at a time.
 
-_ONE_FILE = 256 << 20  # bytes; maximum size of a tree that is written as a single file
+_ONE_FILE = 256 << 20  # maximum size, in bytes, of a tree that is written as a single file
 
 
 def export_dcp(source: TreeSource, destination: Location) -> None:

@@ -49,9 +49,9 @@ _VISITS = 200_000  # base limit on visited nodes, to which the pickle size in by
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 _PICKLE = "data.pkl"
-_PICKLE_LIMIT = 512 << 20  # bytes; maximum size of a pickle
+_PICKLE_LIMIT = 512 << 20  # maximum size, in bytes, of a pickle
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes; minimum size of a read, because the next read is likely to be nearby
+_BLOCK = 256 << 10  # minimum size, in bytes, of a read, because the next read is likely to be nearby
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -238,7 +238,7 @@ def without_objects(
 ) -> Any:
     """Replace objects that are not data with `Unreadable`; in members not listed in ``needed``, remove them instead.
 
-    If ``needed`` is None, nothing is removed. ``none`` allows None as a dictionary key, for data not stored as a tree.
+    If ``needed`` is None, nothing is removed. ``none`` allows the dictionary key None, which stored trees cannot have.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):

@@ -153,7 +153,7 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """Return a function that applies a conjugation or negation that torch deferred; None if neither bit is set."""
+    """Return a function that applies a conjugation or negation deferred by torch, or None if torch deferred neither."""
     marks = metadata if isinstance(metadata, dict) else {}
     conjugate, negate = marks.get("conj") is True, marks.get("neg") is True
     if not conjugate and not negate:
@@ -186,7 +186,7 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """A numpy dtype in a pickle; ``value`` is None unless it is numeric (including ml_dtypes), text, or bytes."""
+    """A numpy dtype in a pickle. ``value`` is None unless the type is numeric (including ml_dtypes), text, or bytes."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.value: Any = None

@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class for objects that a builder returns before the opcode ``BUILD`` sets their state."""
+    """Base class for objects that a builder creates, and whose state is set later by the opcode ``BUILD``."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
     return str(value)[:100] if isinstance(value, Name) else f"a {type(value).__name__}"
 
 
-_LONGEST_INT = 1 << 23  # bits; Python would take minutes to convert longer integers to text
+_LONGEST_INT = 1 << 23  # maximum length in bits; Python would take minutes to convert longer integers to text
 
 Builder = Callable[..., Any]
 """Builds an object from untrusted arguments. Errors such as ValueError are raised as DamagedCheckpointError."""
