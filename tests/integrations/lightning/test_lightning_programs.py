@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None"),
     pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist"),
     pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+    pytest.mark.filterwarnings("ignore:.*fork"),
 ]
 
 # ---- stopped by SIGTERM in a batch
@@ -89,6 +90,26 @@ class DrawsRows(Net):
 class RowsByEpoch(Net):
     def rows(self) -> torch.Tensor:
         return super().rows() * (1 + self.trainer.current_epoch)
+
+
+class CountsBatches(DrawsRows):
+    """Asks its trainer for the number of steps, which makes the loaders before the counters are restored."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class CountsInSetup(Net):
+    """Makes loaders with a worker, which begins to load at once, before anything is restored."""
+
+    def setup(self, stage: str) -> None:
+        self.steps = self.trainer.estimated_stepping_batches
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.rows()), 2, shuffle=True, num_workers=1)
 
 
 class LabelsRows(Net):
@@ -171,7 +192,10 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
     ("kinds", "stops", "options"),
     [
         pytest.param([DrawsRows], (2, 6), RELOADED, id="drawn rows"),
+        pytest.param([CountsBatches], (2, 6), RELOADED, id="drawn rows, counted by configure_optimizers"),
+        pytest.param([CountsInSetup], (2, 6), {}, id="workers, counted by setup"),
         pytest.param([LabelsRows], (4, 8), RELOADED, id="rows labelled by the model"),
+        pytest.param([RowsByEpoch], (4, 6), {}, id="rows of the first epoch"),
         pytest.param([RowsByEpoch], (4, 6), {"reload_dataloaders_every_n_epochs": 2}, id="rows of every second epoch"),
         pytest.param([Net], (6,), {**BY_STEPS, "val_check_interval": 2}, id="last step, a validation is due"),
         pytest.param([Net], (6,), BY_STEPS, id="last step, the ends are due"),
