@@ -145,6 +145,8 @@ class Measures(Net):
         of_labels["recall"] = torchmetrics.classification.BinaryRecall()
         self.shared: Any = torchmetrics.MetricCollection(of_labels)
         self.whole = torchmetrics.SumMetric()
+        self.recent = torchmetrics.RunningMean(window=3)
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
 
     def on_train_epoch_start(self) -> None:
         self.tracker.increment()
@@ -155,6 +157,9 @@ class Measures(Net):
         self.tracker.update(loss.detach())
         self.shared.update(batch[0][:, 0].sigmoid(), (batch[0][:, 1] > 0).long())
         self.whole.update(loss.detach())
+        self.recent(loss.detach())
+        self.extremes.update(loss.detach())
+        self.note("metrics", self.recent.compute().tolist(), str(self.extremes.compute()))
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -195,7 +200,6 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
         pytest.param([CountsBatches], (2, 6), RELOADED, id="drawn rows, counted by configure_optimizers"),
         pytest.param([CountsInSetup], (2, 6), {}, id="workers, counted by setup"),
         pytest.param([LabelsRows], (4, 8), RELOADED, id="rows labelled by the model"),
-        pytest.param([RowsByEpoch], (4, 6), {}, id="rows of the first epoch"),
         pytest.param([RowsByEpoch], (4, 6), {"reload_dataloaders_every_n_epochs": 2}, id="rows of every second epoch"),
         pytest.param([Net], (6,), {**BY_STEPS, "val_check_interval": 2}, id="last step, a validation is due"),
         pytest.param([Net], (6,), BY_STEPS, id="last step, the ends are due"),
@@ -227,7 +231,7 @@ def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest
     with pytest.raises(Preempted):
         fit(directory, Measures, signal_at=2)
     fit(directory, Net)
-    names = "tracker.1, shared.precision, shared.recall, whole"
+    names = "tracker.1, shared.precision, shared.recall, whole, recent, extremes, extremes._base_metric"
     assert f"the module lacks metrics that the checkpoint has; they are ignored: {names}" in caplog.messages
 
 
