@@ -150,11 +150,12 @@ class EpochReplay:
         private_api.forget_loaders(self._loop)
         private_api.skip_sanity_check(self._loop)  # Its hooks would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
-        progress = self._loop.epoch_progress.current
-        saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-        progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read this when it creates loaders.
-        if self._made and not saved.keeps_random:
-            restore(self._made)
+        if self._made:
+            progress = self._loop.epoch_progress.current
+            saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read this when it creates loaders.
+            if not saved.keeps_random:
+                restore(self._made)
         if not saved.is_cut_off:
             self._stop_if_asked(saved)
         elif 0 <= (limit := self._loop.epoch_loop.max_steps) <= self._trainer.global_step:
@@ -318,7 +319,10 @@ class EpochReplay:
             self._saved = None
         hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
         if not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            text = "the run continues within epoch %d: %s is called again when the next epoch begins"
+            text = (
+                "the run continues within epoch %d: %s is called again when the next epoch begins. Set what it sets in "
+                "on_train_start as well, or in train_dataloader, if the workers of a loader read it"
+            )
             announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved, saved.tree["random"])
         self._restored()
