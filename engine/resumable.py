@@ -87,7 +87,7 @@ class ResumableLoader(LoaderPosition):
         if self._batches is not None:
             self._move(self.epoch + 1, 0)  # the previous loop ended early, but its generator has not been closed
         self._turn += 1
-        turn, given = self._turn, False
+        turn, given, is_rest = self._turn, False, bool(self._restored)
         try:
             if self._is_stopped():
                 return
@@ -109,8 +109,10 @@ class ResumableLoader(LoaderPosition):
                     return
         finally:
             if turn == self._turn:
-                if given and self._loops is not None:
-                    self._loops.add(self._reported == turn)
+                is_reported = self._reported == turn
+                # The rest of an epoch may be too short for an update of several batches.
+                if given and self._loops is not None and (is_reported or not is_rest):
+                    self._loops.add(is_reported)
                 self._move(self.epoch + 1, 0)
 
     def _take_up(self) -> None:

@@ -202,6 +202,7 @@ class ModuleState(PartState):
 
 
 _ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumulated state, which state_dict() omits
+_BESIDE = {"Running": ("_num_vals_seen",), "MinMaxMetric": ("min_val", "max_val")}  # attributes that are not states
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
@@ -209,13 +210,14 @@ def accumulated(metric: Any) -> dict[str, Any]:
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
-    return {"updates": int(metric._update_count), "states": {name: getattr(metric, name) for name in metric._defaults}}
+    names = [*metric._defaults, *(name for base in type(metric).__mro__ for name in _BESIDE.get(base.__name__, ()))]
+    return {"updates": int(metric._update_count), "states": {name: getattr(metric, name) for name in names}}
 
 
 def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
     for name, value in saved["states"].items():
-        moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
-        setattr(metric, name, moved)
+        moved: Any = [item.to(metric.device) for item in value] if isinstance(value, list) else value
+        setattr(metric, name, moved.to(metric.device) if is_torch_tensor(moved) else moved)
     metric._update_count, metric._computed = saved["updates"], None
 
 

@@ -28,7 +28,8 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
         "metrics": {
             name: entry
             for name, metric in _metrics(trainer.lightning_module).items()
-            if (entry := accumulated(metric))["updates"]
+            # Wrappers such as RunningMean do not count their updates.
+            if (entry := accumulated(metric))["updates"] or entry["states"].keys() != metric._defaults.keys()
         },
     }
 

@@ -279,6 +279,11 @@ def has_loaders(loop: Any) -> bool:
     return loop._combined_loader is not None
 
 
+def forget_loaders(loop: Any) -> None:
+    """Make a loop create its data loaders again before it uses them."""
+    loop._combined_loader = None
+
+
 def have_ended(combined: Any) -> list[bool]:
     """Return whether each loader has been exhausted; the list is empty in modes that do not restart loaders."""
     return list(getattr(combined._iterator, "_consumed", ()))

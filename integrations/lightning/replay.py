@@ -12,8 +12,9 @@ or within one, until the loops have returned to it. Lightning's loops produce th
 ==============  =======================  ================================  ======================================
 event           no saved position        position at the end of an epoch   position within an epoch
 ==============  =======================  ================================  ======================================
-state restored  records generator state  restores the generators for the   the same; lifts the step limit if work
+state restored                           restores the generators for the   the same; lifts the step limit if work
                                          creation of the loaders           after the last batch remains
+loaders wanted  records generator state
 loaders made    records generator state  records generator state           rewinds the loaders
 epoch begins    records generator state  restores everything               silences a warning
 batches begin   records generator state                                    restores everything
@@ -69,12 +70,15 @@ class EpochReplay:
         self._restored = restored  # called when everything has been restored
         self._options = fit.options
         self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
+        self._has_counters = False  # whether the loops have their restored counters
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._made: dict[str, Any] = {}  # generator states before the last creation of loaders, if they are recreated
+        self._before: dict[str, Any] = {}  # generator states when loaders were last asked for, if they are recreated
+        self._made: dict[str, Any] = {}  # the same when the current loaders were created
         self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
         self._ended: list[Any] | None = None  # loader states restored from a save at the end of an epoch
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the current epoch
+        hooks.place(self._loop, "setup_data", self._loaders_wanted)
         hooks.place(self._loop, private_api.LOADERS_MADE, self._loaders_made)
         hooks.place(self._loop, "on_advance_start", self._epoch_begins)
         hooks.place(self._loop.epoch_loop, "on_run_start", self._batches_begin)
@@ -138,13 +142,15 @@ class EpochReplay:
 
     def state_restored(self) -> None:
         """Prepare the loops. Called after their counters are restored and before data loaders are created."""
-        saved, makes = self._saved, not private_api.has_loaders(self._loop)
+        saved, self._has_counters = self._saved, True
         if saved is None:
-            self._made = self._before_loaders() if makes else {}
             return
+        # Loaders that the program had made earlier, as trainer.estimated_stepping_batches does in configure_optimizers,
+        # are those of epoch 0, and their workers have begun with its order.
+        private_api.forget_loaders(self._loop)
         private_api.skip_sanity_check(self._loop)  # The hooks of the sanity check would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
-        if self._made and makes:
+        if self._made:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
             progress.completed = saved.tree["reloaded_at_epoch"]  # The program may use the epoch to create loaders.
@@ -156,15 +162,21 @@ class EpochReplay:
             saved.until_batches.callback(setattr, self._loop.epoch_loop, "max_steps", limit)
             self._loop.epoch_loop.max_steps = -1
 
+    def _loaders_wanted(self, original: Callable[[], None]) -> None:
+        self._before = as_tree(capture()) if self._trainer.reload_dataloaders_every_n_epochs else {}
+        original()
+
     def _loaders_made(self, original: Callable[[], None]) -> None:
         original()
-        parts, saved = self._loaders(), self._saved
+        parts, saved = self._loaders(), self._saved if self._has_counters else None
         loaders.replicated_states(parts, self._options.replicated)  # raises for unknown names
         for index, loader in enumerate(parts):
             check_stream(f"training data loader {index}", loader)
         self._ended = None  # these states belong to the previous loaders
         self._start = self._before_iterator()
-        if saved is not None:
+        if saved is None:
+            self._made = self._before
+        else:
             saved.until_loaders.close()
             if saved.tree["point"] != "epoch" and not loaders.all_stateful(parts):
                 self._begin_again(saved)
@@ -173,10 +185,7 @@ class EpochReplay:
         if self._saved is not None and self._saved.tree["point"] == "epoch":
             self._go_to_epoch(self._saved)
             self._saved = None
-        before, made = private_api.reloaded_at_epoch(self._loop), self._before_loaders()
         original()
-        if private_api.reloaded_at_epoch(self._loop) != before:
-            self._made = made
         if self._saved is not None:
             self._saved.until_batches.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
@@ -310,7 +319,10 @@ class EpochReplay:
             self._saved = None
         hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
         if not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
-            text = "the run continues within epoch %d: %s is called again when the next epoch begins"
+            text = (
+                "the run continues within epoch %d: %s is called again when the next epoch begins. Set what it sets in "
+                "on_train_start as well, or in train_dataloader, if the workers of a loader read it"
+            )
             announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved, saved.tree["random"])
         self._restored()
@@ -405,9 +417,6 @@ class EpochReplay:
 
     def _loaders(self) -> list[Any]:
         return private_api.loaders_of(self._loop)
-
-    def _before_loaders(self) -> dict[str, Any]:
-        return as_tree(capture()) if self._trainer.reload_dataloaders_every_n_epochs else {}
 
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()

@@ -93,6 +93,12 @@ IN_TRAINERS = HandingOver(
     ),
 )
 
+_LEFT = (
+    "Earlier steps have left these gradients, and no checkpoint has them. If the program sets them to zero before an "
+    "optimizer uses them, do so before the first backward of each step. Otherwise, end each step with an optimizer "
+    "that uses its gradients"
+)
+
 
 class Witness:
     """Observes the resume, the step reports and the saves of a run if ``enabled``."""
@@ -330,7 +336,7 @@ class Witness:
             self._say("not witnessed: step %d was restored as it was saved, and %s", self._resumed, why)
         if not steps:
             return
-        *others, last = steps
+        *others, last = dict.fromkeys(steps)  # several batches of an accumulation belong to one step
         listed = f"steps {', '.join(map(str, others))} and {last} are those" if others else f"step {last} is that"
         self._event(tuple(self._layers))
         self._say("exact: %s of before the stop%s (%s)", listed, self._whose, ", ".join(self._layers.values()))
@@ -373,7 +379,8 @@ def advice(
     else:
         summed = look is not None and "metrics" not in differs  # equal metrics: the forward pass was the same
         cause = "" if look is None else cause_in_shardings(shardings, look().root)
-        cause = cause or (cause_in_sums() if summed else "") or how.state(look and look())
+        left = _LEFT if [*differs] == ["gradients"] else ""
+        cause = cause or (cause_in_sums() if summed else "") or left or how.state(look and look())
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"

@@ -374,20 +374,25 @@ def test_metrics_go_on_with_what_they_have_accumulated(tmp_path: Path, monkeypat
 
     def metrics() -> Any:
         several = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.CatMetric()])
-        return {"layer": torch.nn.Linear(1, 1), "several": several, "new": torchmetrics.SumMetric()}
+        others = {"recent": torchmetrics.RunningSum(2), "extremes": torchmetrics.MinMaxMetric(torchmetrics.MaxMetric())}
+        return {"layer": torch.nn.Linear(1, 1), "several": several, "new": torchmetrics.SumMetric(), **others}
 
     first, again = metrics(), metrics()
-    for value in (1.0, 2.0):
-        first["several"].update(torch.tensor(value))
+    for value in (2.0, 1.0):
+        for name in ("several", "recent", "extremes"):
+            first[name](torch.tensor(value))
     with hf.CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(first)
         checkpoint.on_step(1, first)
     with hf.CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(again)
-    again["several"].update(torch.tensor(6.0))
+    for name in ("several", "recent", "extremes"):
+        again[name](torch.tensor(6.0))
     found = again["several"].compute()
     assert found["MeanMetric"] == 3
-    assert found["CatMetric"].tolist() == [1, 2, 6]
+    assert found["CatMetric"].tolist() == [2, 1, 6]
+    assert again["recent"].compute() == 7
+    assert {name: float(value) for name, value in again["extremes"].compute().items()} == {"raw": 6, "max": 6, "min": 1}
     assert not again["new"].update_called
     for coordinator, expected in zip(memory_coordinators(2), [3.0, 0.0], strict=True):  # two processes continue
         monkeypatch.setattr("holdfast.integrations.graph.frameworks.current_coordinator", lambda one=coordinator: one)

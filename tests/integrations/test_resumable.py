@@ -659,6 +659,22 @@ def test_other_loops_over_the_same_loader_are_told(evaluates: Any, told: int, ca
     assert sum("each counts as an epoch" in text for text in caplog.messages) == told
 
 
+def test_the_rest_of_an_epoch_without_an_update_is_no_other_loop(caplog: pytest.LogCaptureFixture) -> None:
+    """An update takes two of the five batches of an epoch, so that the last one is left after a resume."""
+    directory, updates = new_directory(), [0, 0]
+    for start in range(2):
+        loader, step = hf.resumable(list(range(5))), 0
+        with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=loader)
+            for _ in range(loader.epoch, 1 + 2 * start):
+                for index, _batch in enumerate(loader, loader.batch):
+                    if index % 2:
+                        step, updates[start] = step + 1, updates[start] + 1
+                        checkpoint.on_step(step, state, data=loader)
+    assert updates == [2, 4]
+    assert "each counts as an epoch" not in caplog.text
+
+
 def test_the_workers_of_a_loader_are_no_attributes_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
 

@@ -408,7 +408,7 @@ def _state_dicts(start: Start) -> None:
                 start.fail()
 
 
-@case("gradients of micro-batches", "gradients")
+@case("gradients of micro-batches", "gradients", says="end each step with an optimizer that uses its gradients")
 def _micro_batches(start: Start) -> None:
     """Without the advice, each of four micro-batches is a step."""
     state = new_state()
@@ -422,6 +422,28 @@ def _micro_batches(start: Start) -> None:
             if start.is_advised or step % EPOCH == 0:
                 state["optimizer"].step()
                 state["optimizer"].zero_grad()
+            start.report(step, state, loss.detach(), batch=x)
+
+
+@case("gradients of another loss", "gradients", says="sets them to zero before an optimizer uses them, do so before")
+def _gradients_of_another_loss(start: Start) -> None:
+    """A critic, which is trained more often, leaves gradients in the model; without the advice, they add up."""
+    state, critic = new_state(), nn.Linear(1, 1)
+    state |= {"critic": critic, "of_critic": torch.optim.SGD(critic.parameters(), 0.1)}
+    with start.callback() as checkpoint:
+        _, done = checkpoint.restore_or_initialize(state)
+        for step in range(done + 1, TOTAL + 1):
+            if start.is_advised:
+                state["optimizer"].zero_grad()
+            x = torch.randn(2, 3)
+            loss = critic(state["model"](x)).mean()
+            state["of_critic"].zero_grad()
+            loss.backward()
+            state["of_critic"].step()
+            if step % EPOCH == 0:
+                state["optimizer"].zero_grad()
+                (-critic(state["model"](x))).mean().backward()
+                state["optimizer"].step()
             start.report(step, state, loss.detach(), batch=x)
 
 

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None"),
     pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist"),
     pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+    pytest.mark.filterwarnings("ignore:.*fork"),
 ]
 
 # ---- stopped by SIGTERM in a batch
@@ -91,6 +92,26 @@ class RowsByEpoch(Net):
         return super().rows() * (1 + self.trainer.current_epoch)
 
 
+class CountsBatches(DrawsRows):
+    """Asks its trainer for the number of steps, which makes the loaders before the counters are restored."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), 0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class CountsInSetup(Net):
+    """Makes loaders with a worker, which begins to load at once, before anything is restored."""
+
+    def setup(self, stage: str) -> None:
+        self.steps = self.trainer.estimated_stepping_batches
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.rows()), 2, shuffle=True, num_workers=1)
+
+
 class LabelsRows(Net):
     """Makes the rows of an epoch with the weights at its start."""
 
@@ -124,6 +145,8 @@ class Measures(Net):
         of_labels["recall"] = torchmetrics.classification.BinaryRecall()
         self.shared: Any = torchmetrics.MetricCollection(of_labels)
         self.whole = torchmetrics.SumMetric()
+        self.recent = torchmetrics.RunningMean(window=3)
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
 
     def on_train_epoch_start(self) -> None:
         self.tracker.increment()
@@ -134,6 +157,9 @@ class Measures(Net):
         self.tracker.update(loss.detach())
         self.shared.update(batch[0][:, 0].sigmoid(), (batch[0][:, 1] > 0).long())
         self.whole.update(loss.detach())
+        self.recent(loss.detach())
+        self.extremes.update(loss.detach())
+        self.note("metrics", self.recent.compute().tolist(), str(self.extremes.compute()))
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -171,6 +197,8 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
     ("kinds", "stops", "options"),
     [
         pytest.param([DrawsRows], (2, 6), RELOADED, id="drawn rows"),
+        pytest.param([CountsBatches], (2, 6), RELOADED, id="drawn rows, counted by configure_optimizers"),
+        pytest.param([CountsInSetup], (2, 6), {}, id="workers, counted by setup"),
         pytest.param([LabelsRows], (4, 8), RELOADED, id="rows labelled by the model"),
         pytest.param([RowsByEpoch], (4, 6), {"reload_dataloaders_every_n_epochs": 2}, id="rows of every second epoch"),
         pytest.param([Net], (6,), {**BY_STEPS, "val_check_interval": 2}, id="last step, a validation is due"),
@@ -203,7 +231,7 @@ def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest
     with pytest.raises(Preempted):
         fit(directory, Measures, signal_at=2)
     fit(directory, Net)
-    names = "tracker.1, shared.precision, shared.recall, whole"
+    names = "tracker.1, shared.precision, shared.recall, whole, recent, extremes, extremes._base_metric"
     assert f"the module lacks metrics that the checkpoint has; they are ignored: {names}" in caplog.messages
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, callbacks
 from tests.fixtures import StoredFiles
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
-from tests.sweep.lightning_programs import BATCH_SIZE, FEATURES, DrawsNumbers
+from tests.sweep.lightning_programs import BATCH_SIZE, BATCHES, FEATURES, DrawsNumbers
 from torch.utils.data import DataLoader
 
 from holdfast.engine.storage import as_location
@@ -371,3 +371,33 @@ def test_a_resume_within_an_epoch_names_a_hook_that_is_not_called_again(
     for last in (step, step + 1):
         program.run(str(tmp_path), model=kind, max_steps=last)
     assert ("within epoch 1: SetsUpEpochs.on_train_epoch_start is called again when" in caplog.text) == is_told
+    assert ("or in train_dataloader, if the workers of a loader read it" in caplog.text) == is_told
+
+
+class ReadByWorkers(torch.utils.data.Dataset[Any]):
+    epoch = 0
+
+    def __len__(self) -> int:
+        return BATCHES * BATCH_SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        inputs = torch.linspace(index, self.epoch, FEATURES)
+        return inputs, inputs.sum(0, keepdim=True)
+
+
+class TellsWorkers(program.Model):
+    """Tells the dataset its epoch, which its workers read."""
+
+    def on_train_epoch_start(self) -> None:
+        self.dataset.epoch = self.current_epoch
+
+    def train_dataloader(self) -> Any:
+        self.dataset = ReadByWorkers()
+        self.dataset.epoch = self.current_epoch
+        return DataLoader(self.dataset, BATCH_SIZE, num_workers=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_what_workers_read_is_set_with_their_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "loaders", lambda _: (None, program.validation_loader()))
+    check([2, 7], model=TellsWorkers)
