@@ -46,6 +46,7 @@ from .extras import (
     loaders_of,
     warn_of_unrestored,
 )
+from .first_steps import compare_processes
 from .initial import Hyperparameters, InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
@@ -424,6 +425,8 @@ class CheckpointCallback:
             restored = restore(self._manager, adapter, initial, program, given, self._options)
             if restored is not None and source is not None:
                 logger.info("init_from=%s is ignored, as the run resumes", source)
+            if restored is None:
+                compare_processes(processes, initial.template)
             start = restored or self._start_fresh(adapter, initial, given)
             self.extras = {name: start.extras[name] for name in extras}
             self._begin_steps(saver, start)
