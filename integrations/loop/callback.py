@@ -425,8 +425,6 @@ class CheckpointCallback:
             restored = restore(self._manager, adapter, initial, program, given, self._options)
             if restored is not None and source is not None:
                 logger.info("init_from=%s is ignored, as the run resumes", source)
-            if restored is None:
-                compare_processes(processes, initial.template)
             start = restored or self._start_fresh(adapter, initial, given)
             self.extras = {name: start.extras[name] for name in extras}
             self._begin_steps(saver, start)
@@ -436,6 +434,7 @@ class CheckpointCallback:
             return start.state, start.step + start.offset
 
     def _start_fresh(self, adapter: StateAdapter, initial: InitialState, extras: Mapping[str, Any]) -> Start:
+        compare_processes(self._manager.processes, initial.template)
         directory, source = self._manager.directory, self._options.init_from
         self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
         state = initial.make()

@@ -277,22 +277,18 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def compare_processes(processes: ProcessGroup, state: Any, step: int | None = None) -> None:
-    """Compare what the processes train: names and shapes before the first step, and the values at the save of a step.
-
-    Other parameters in some processes raise OptionError in all of them; process 0 warns about other values.
-    """
+    """Raise OptionError if the processes train other parameters; at the save of a step, warn about other values."""
     if processes.alone:
         return
     parts: dict[str, int] = {}
     with contextlib.suppress(Exception):  # the other processes wait for an answer in any case
         trained = _trained(state)
-        if step is None:
-            parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in trained.items()}
-        else:
+        parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in trained.items()}
+        if step is not None:
             plain = {name: leaf for name, leaf in trained.items() if not hasattr(leaf, "placements")}
             parts = dict(zip(plain, Sampler().take([*plain.values()]).fetch(1)[0].tolist(), strict=True))
+    # If a process does not answer, the save itself fails and says why.
     with contextlib.nullcontext() if step is None else contextlib.suppress(HoldfastError, OSError):
-        # Without an answer, the save itself fails, and says why.
         names = processes.agree("the trained parameters", parts, _differing)
         if names and step is None:
             raise OptionError(_OTHER_PARTS % shortened(names, 4))

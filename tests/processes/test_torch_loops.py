@@ -356,6 +356,29 @@ def test_what_stops_one_process_at_the_start_is_told_to_all(tmp_path: Path, case
     assert "BarrierTimeoutError" not in str(found)
 
 
+def write_alone(process: Process, directory: str) -> str:
+    """Saves as if the processes had been connected only after the manager was made."""
+    import torch
+
+    text = ""
+    with hf.CheckpointManager(directory, coordinator=hf.processes.Alone()) as manager:
+        for index in range(process.count):
+            if index == process.index:
+                try:
+                    manager.save(index, {"w": 1.0})
+                except hf.errors.OwnershipError as error:
+                    text = str(error)
+            torch.distributed.barrier()
+    return text
+
+
+def test_processes_that_work_alone_in_one_directory_are_told_to_connect_first(tmp_path: Path) -> None:
+    first, second = run_processes(write_alone, 2, str(tmp_path), backend="torch")
+    assert not first
+    assert "another run is writing to this directory" in second
+    assert "connect the processes first (init_process_group)" in second
+
+
 def leave_alone(process: Process, directory: str) -> tuple[str, list[str]]:
     """Ends a run whose other process has died."""
     with Logged() as logged:
