@@ -190,7 +190,7 @@ def train_with_zero(process: Process, directory: str, steps: int) -> tuple[str, 
     torch.nn.init.constant_(model.weight, 1.0)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    refusal, rates = "", []
+    refusal, rates = "", list[Any]()
     with hf.CheckpointCallback(directory, save_at_end=False, save_interval_steps=2) as checkpoint:
         try:
             checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
@@ -267,7 +267,7 @@ def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple
     torch.manual_seed(process.index)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parts = {"model": model, "optimizer": optimizer}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
     extras = parts if kind == "extras" else {}
     with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=2, save_at_end=False) as checkpoint:
         state, step = checkpoint.restore_or_initialize({} if extras else parts, **extras)
