@@ -231,7 +231,8 @@ class Rendezvous:
             names = f"{'process' if len(absent) == 1 else 'processes'} {shortened(absent, 20)}"
             message = (
                 f"{self.name}: {names} of {self.count} did not reach {topic!r} within {timeout:g} s; "
-                "check their logs, or raise the timeout if they are only slow"
+                "check their logs, or raise the timeout if they are only slow. All processes must make this call, as "
+                "often as the others: not under `if rank == 0`, and after torch's Join rather than in it"
             )
             raise BarrierTimeoutError(message, absent) from None
         with _missed_lock:

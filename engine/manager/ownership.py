@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..clock import Clock
+from ..distributed import current_coordinator
 from ..errors import (
     DamagedCheckpointError,
     FormatVersionError,
@@ -41,6 +42,9 @@ _logger = logging.getLogger("holdfast")
 _LIMIT = 16 << 20  # size limit in bytes for files read by this module
 _LOOKS = 5  # maximum number of reads of an owner file that seems to belong to another manager
 _PAUSE = 0.1  # seconds between two reads of the owner file
+_CONNECTED = (
+    ". If it is a process of this program, connect the processes first (init_process_group), then make the manager"
+)
 
 
 class Ownership:
@@ -173,8 +177,8 @@ class Ownership:
             self._lock.acquire(os.O_RDWR | os.O_CREAT)
         except StorageConflictError:
             raise OwnershipError(
-                f"{self._directory}: another run is writing to this directory ({self._describe()}). "
-                "Stop it, wait for it to end, or use another directory"
+                f"{self._directory}: another run is writing to this directory ({self._describe()}). Stop it, wait for "
+                f"it to end, or use another directory{_CONNECTED if current_coordinator().process_count > 1 else ''}"
             ) from None
         if self._lock.obstacle is not None:  # without a lock, only the token protects the directory
             path, obstacle = self._directory / OWNER, self._lock.obstacle

@@ -46,6 +46,7 @@ from .extras import (
     loaders_of,
     warn_of_unrestored,
 )
+from .first_steps import compare_processes
 from .initial import Hyperparameters, InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
@@ -433,6 +434,7 @@ class CheckpointCallback:
             return start.state, start.step + start.offset
 
     def _start_fresh(self, adapter: StateAdapter, initial: InitialState, extras: Mapping[str, Any]) -> Start:
+        compare_processes(self._manager.processes, initial.template)
         directory, source = self._manager.directory, self._options.init_from
         self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
         state = initial.make()

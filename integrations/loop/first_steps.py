@@ -16,7 +16,8 @@ from itertools import chain, compress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ...engine.errors import StateError, shortened
+from ...engine.distributed import ProcessGroup
+from ...engine.errors import HoldfastError, OptionError, StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
 from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
@@ -85,6 +86,15 @@ _REDUCED = (
 _DIVIDED = (
     "The first step divides arrays among the devices in another way than the program does before restore_or_initialize "
     "(%s), so that it rounds in another way after each start: give jax.jit the shardings of the state as out_shardings="
+)
+_AS_EXTRAS = (
+    "What belongs to one process, such as a stage of a pipeline, is an extra, of which each process saves its own: "
+    "restore_or_initialize({}, model=model, optimizer=optimizer), and on_step(step, {}, model=model, ...)"
+)
+_OTHER_PARTS = f"the processes train other parameters (%s), and must have the same in the state. {_AS_EXTRAS}"
+_UNEQUAL = (
+    "step %d is saved although other processes hold other values of %s: a resume gives all processes the same. If they "
+    f"should be equal, broadcast them before the first step. {_AS_EXTRAS}"
 )
 _OTHERWISE = (
     "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
@@ -216,7 +226,9 @@ def cause_in_state(seen: Seen | None) -> str:
     if any(located(seen.root, _mark)):
         return _ONLY_DICTS
     shown = {id(value) for _, value in live_objects({**seen.root, **seen.objects})}
-    for scheduler in _live(torch.optim.lr_scheduler.LRScheduler):
+    schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
+    shown |= {id(part) for each in schedulers for part in vars(each).get("_schedulers", ())}  # saved with each
+    for scheduler in schedulers:
         if id(scheduler) not in shown and id(scheduler.optimizer) in shown:
             return _NO_SCHEDULER % type(scheduler).__qualname__
     return _OTHERWISE
@@ -262,6 +274,41 @@ def warn_of_index(step: int, tree: Any) -> None:
     }
     if {*counters.values()} == {step + 1}:
         logger.warning(_INDEX, step, step + 1, shortened([*counters], 2), step)
+
+
+def compare_processes(processes: ProcessGroup, state: Any, step: int | None = None) -> None:
+    """Raise OptionError if the processes train other parameters; at the save of a step, warn about other values."""
+    if processes.alone:
+        return
+    parts: dict[str, int] = {}
+    with contextlib.suppress(Exception):  # the other processes wait for an answer in any case
+        trained = _trained(state)
+        parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in trained.items()}
+        if step is not None:
+            plain = {name: leaf for name, leaf in trained.items() if not hasattr(leaf, "placements")}
+            parts = dict(zip(plain, Sampler().take([*plain.values()]).fetch(1)[0].tolist(), strict=True))
+    # If a process does not answer, the save itself fails and says why.
+    with contextlib.nullcontext() if step is None else contextlib.suppress(HoldfastError, OSError):
+        names = processes.agree("the trained parameters", parts, _differing)
+        if names and step is None:
+            raise OptionError(_OTHER_PARTS % shortened(names, 4))
+        if names and processes.is_primary:
+            logger.warning(_UNEQUAL, step, shortened(names, 4))
+
+
+def _differing(values: Iterable[Mapping[str, int]]) -> list[str]:
+    first, *others = [*filter(None, values)] or [{}]  # empty if a process could not read its own
+    return sorted({name for each in others for name, _ in first.items() ^ each.items()})
+
+
+def _trained(state: Any) -> dict[str, Any]:
+    """Return parameters that a state trains, and their optimizer state, by name; the same choice in all processes."""
+    torch: Any = loaded("torch")
+    live = [] if torch is None else [value for _, value in live_objects(state)]
+    optimizers = [value for value in live if isinstance(value, torch.optim.Optimizer)]
+    held, ways = {*map(id, chain(*map(_moments, optimizers)))}, Ways(state if live else None, _SAMPLED)
+    leaves = zip(ways.names, ways.follow(state), strict=True)
+    return {n: leaf for n, leaf in leaves if is_torch_tensor(leaf) and (leaf.requires_grad or id(leaf) in held)}
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

@@ -45,11 +45,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast")
 
 _SAMPLED = 8  # number of parameters to sample if torch does not count their changes
-_ZERO = (
-    "%s: a ZeroRedundancyOptimizer divides its state among the processes, so that no process can save all of it. Leave "
-    "it out of the state, and pass the part of each process as an extra, shard=optimizer.optim. If a scheduler changes "
-    "lr, pass it as an extra, and after a resume, set lr in optimizer.param_groups to scheduler.get_last_lr()"
-)
+# Classes of torch.distributed, by module, whose parameters or state differ between the processes.
+_DIVIDED = {
+    ("optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "divides its state among the processes, so that no "
+    "process can save all of it. Leave it out of the state, and pass the part of each process as an extra, "
+    "shard=optimizer.optim. If a scheduler changes lr, pass it as an extra, and after a resume, set lr in "
+    "optimizer.param_groups to scheduler.get_last_lr()",
+    ("optim.post_localSGD_optimizer", "PostLocalSGDOptimizer"): "trains other parameters in each process between two "
+    "averages. Pass what each process saves itself as extras: restore_or_initialize({}, model=model, "
+    "optimizer=optimizer). Then set iter of the PostLocalSGDState to the step",
+    ("fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "divides parameters in a way that no checkpoint "
+    "can join. Divide the model with torch.distributed.fsdp.fully_shard (FSDP2)",
+}
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
 
@@ -110,10 +117,12 @@ class ObjectsAdapter(StateAdapter):
         return GraphCheckpointHandler(compression=options.compression)
 
     def note_fresh(self, state: Any) -> None:
-        zero: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-        if zero is not None and current_coordinator().process_count > 1:
-            for path, _ in located(state, lambda value: isinstance(value, zero.ZeroRedundancyOptimizer)):
-                raise UnsupportedLeafError(_ZERO % path)
+        for (module, name), problem in _DIVIDED.items() if current_coordinator().process_count > 1 else ():
+            kind: Any = getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
+            for path, value in located(state, is_versioned):
+                parts = [part for part in (value.modules() if _is_module(value) else [value]) if isinstance(part, kind)]
+                if any("NO_SHARD" not in str(getattr(part, "sharding_strategy", "")) for part in parts):
+                    raise UnsupportedLeafError(f"{path or 'the state'}: a {name} {problem}")
         super().note_fresh(state)
 
     def described(self, state: Any) -> FreshObjects:

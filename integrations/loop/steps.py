@@ -29,7 +29,7 @@ from .extras import (
     templates_of,
     tree_of,
 )
-from .first_steps import FirstSteps
+from .first_steps import FirstSteps, compare_processes
 from .initial import HYPERPARAMETERS, Hyperparameters
 from .objects import VersionCounters, is_versioned
 from .states import STATE, Start, StateAdapter, is_deleted, located
@@ -253,6 +253,8 @@ class StepSaver:
         """Save the last step in the background; return False if its folder exists but is not a checkpoint."""
         assert self.step is not None
         with part_of_save(self._manager, self.step):
+            if self._saved is None:  # first in a save, so that all processes come here
+                compare_processes(self._manager.processes, self._report.state, self.step)
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
             step, state, metrics = self._report.step, self._report.state, taken["metrics"] or {}

@@ -220,6 +220,79 @@ def test_an_optimizer_divided_among_processes_is_refused_with_advice_that_is_exa
     assert [(rates, weights) for _, rates, weights in resumed] == [(rates[2:], weights) for _, rates, weights in whole]
 
 
+def divide(process: Process, directory: str, kind: str) -> str:
+    """Begins with a model or an optimizer that differs between the processes; returns why it is refused."""
+    import torch
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "local SGD":
+        optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=2))
+    elif kind == "stages":
+        model, optimizer = model[process.index], None
+    elif kind != "plain":
+        strategy = ShardingStrategy.NO_SHARD if kind == "whole" else ShardingStrategy.FULL_SHARD
+        model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"), sharding_strategy=strategy)
+        optimizer = None
+    try:
+        with hf.CheckpointCallback(directory, save_at_end=False) as checkpoint:
+            checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+    except hf.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+DIVIDED = {
+    "local SGD": "UnsupportedLeafError: optimizer: a PostLocalSGDOptimizer trains other .*optimizer=optimizer",
+    "shards": "UnsupportedLeafError: model: a FullyShardedDataParallel divides .*fully_shard",
+    "stages": r"OptionError: the processes train other parameters \(model.bias \[1\], .*\{\}, model=model",
+    "whole": "",
+    "plain": "",
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_what_differs_between_the_processes_is_refused_before_the_first_step(tmp_path: Path, kind: str) -> None:
+    """Before, a resume gave all of them the values of process 0, or the second save failed."""
+    for refusal in run_processes(divide, 2, str(tmp_path), kind, backend="torch"):
+        assert re.match(f"{DIVIDED[kind]}.*$" if DIVIDED[kind] else "$", refusal), refusal
+
+
+def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple[list[float], list[str]]:
+    """Trains another model in each process, in the state or as extras; returns the weights and the warnings."""
+    import torch
+
+    torch.manual_seed(process.index)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    extras = parts if kind == "extras" else {}
+    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=2, save_at_end=False) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({} if extras else parts, **extras)
+        while step < last:
+            step += 1
+            optimizer.zero_grad()
+            model(torch.full((1, 3), float(step))).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            checkpoint.on_step(step, state, **extras)
+    return model.weight.flatten().tolist(), logged.warnings
+
+
+@pytest.mark.parametrize("kind", ["state", "extras"])
+def test_other_values_in_each_process_warn_at_the_first_save_and_are_exact_as_extras(tmp_path: Path, kind: str) -> None:
+    whole = run_processes(train_apart, 2, str(tmp_path / "whole"), kind, 5, backend="torch")
+    run_processes(train_apart, 2, str(tmp_path / "run"), kind, 3, backend="torch")
+    resumed = run_processes(train_apart, 2, str(tmp_path / "run"), kind, 5, backend="torch")
+    assert ([weights for weights, _ in resumed] == [weights for weights, _ in whole]) == (kind == "extras")
+    for _, warnings in whole:
+        assert not [text for text in warnings if kind == "extras" or "step 2 is saved although" not in text]
+    assert bool(whole[0][1]) == (kind == "state")
+
+
 def restore_own_view(process: Process, directory: str) -> str:
     """Opens one path that is another directory in each process, like a disk of each node."""
     os.chdir(Path(directory, str(process.index)))
@@ -282,6 +355,29 @@ def test_what_stops_one_process_at_the_start_is_told_to_all(tmp_path: Path, case
         for text in BEGIN[case]:
             assert text in found[index], found
     assert "BarrierTimeoutError" not in str(found)
+
+
+def write_alone(process: Process, directory: str) -> str:
+    """Saves as if the processes had been connected only after the manager was made."""
+    import torch
+
+    text = ""
+    with hf.CheckpointManager(directory, coordinator=hf.processes.Alone()) as manager:
+        for index in range(process.count):
+            if index == process.index:
+                try:
+                    manager.save(index, {"w": 1.0})
+                except hf.errors.OwnershipError as error:
+                    text = str(error)
+            torch.distributed.barrier()
+    return text
+
+
+def test_processes_that_work_alone_in_one_directory_are_told_to_connect_first(tmp_path: Path) -> None:
+    first, second = run_processes(write_alone, 2, str(tmp_path), backend="torch")
+    assert not first
+    assert "another run is writing to this directory" in second
+    assert "connect the processes first (init_process_group)" in second
 
 
 def leave_alone(process: Process, directory: str) -> tuple[str, list[str]]:

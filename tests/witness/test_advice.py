@@ -477,7 +477,9 @@ CALLED_LAST = "Either the loop changes the state after on_step: call it last, af
 )
 def _schedule(start: Start) -> None:
     loader, state = StatefulDataLoader(list(rows()), batch_size=2), new_state()
-    state["schedule"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1, 0.5)
+    optimizer, schedules = state["optimizer"], torch.optim.lr_scheduler  # one of others, which are not named as unsaved
+    halved: list[Any] = [schedules.StepLR(optimizer, 1, 0.5) for _ in range(2)]
+    state["schedule"] = schedules.SequentialLR(optimizer, halved, [2])
     with start.callback() as checkpoint:
         _, step = checkpoint.restore_or_initialize(state, data=loader)
         while step < TOTAL:
