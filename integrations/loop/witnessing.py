@@ -136,6 +136,7 @@ class Witness:
         with self._only_logged():
             if not self._enabled:
                 return
+            self.forget()
             self._key, self._resumed = key_of(self._processes.count), step
             if step is None:
                 self._recorder = Recorder(seen)
@@ -158,6 +159,14 @@ class Witness:
             self._shardings = shardings_of(seen.root) if " x " in records.key["devices"] else {}
             self._files = [RecordFile(step, self._processes.index, records.key, None, records)]
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
+
+    def forget(self) -> None:
+        """Neither record nor compare steps until the next save or resume, because the program goes back to a step."""
+        with self._only_logged():
+            for file in self._files:
+                file.finish()
+            self._files, self._waiting, self._last, self._mark, self._k = [], [], None, None, 0
+            self._compares, self._has_said = False, True
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Record and compare a step report before the step is saved. Raise StateError if ``on_inexact`` requires it."""
