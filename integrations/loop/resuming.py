@@ -166,7 +166,7 @@ def restore(
         return None
     step = restored.step
     values, gradients = _restore_extras(manager, adapter, restored, extras, options) if has_extras else ({}, None)
-    state = adapter.from_tree(template, restored.items[STATE])
+    state = _in_class_of(template, adapter.from_tree(template, restored.items[STATE]))
     if gradients:
         _restore_gradients(state, values, gradients)
     if restored.skipped:
@@ -287,9 +287,10 @@ def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str
 
 def _in_class_of(fresh: Any, value: Any) -> Any:
     """Return a restored dictionary in the class of the fresh one if its own class or default factory was not saved."""
-    if type(fresh) is type(value) is dict:
+    if type(fresh) is type(value) is dict and fresh is not value:
         return {key: _in_class_of(fresh.get(key), item) for key, item in value.items()}
-    is_less = type(value) is dict or (isinstance(value, defaultdict) and value.default_factory is None)
+    is_encoded = type(value) is dict and not all(isinstance(key, (str, int)) for key in value)
+    is_less = is_encoded or (isinstance(value, defaultdict) and value.default_factory is None)
     if not isinstance(fresh, dict) or type(fresh) is dict or not is_less:
         return value
     built = copy.copy(fresh)

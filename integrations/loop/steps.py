@@ -15,8 +15,8 @@ from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable, fresh_types
 from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
-from ...engine.pytree import is_plain
-from ...engine.stateful import is_actor, state_of
+from ...engine.pytree import is_nnx, is_plain
+from ...engine.stateful import is_actor, is_stateful, state_of
 from ...engine.witness import Seen
 from .extras import (
     CHECKSUMS,
@@ -24,7 +24,6 @@ from .extras import (
     changes_in_place,
     check_replicated,
     checksum_of,
-    is_object,
     is_own,
     loaders_of,
     moves,
@@ -122,7 +121,9 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            objects = {name: extras[name] for name in self.plain if name in extras and is_object(extras[name])}
+            objects = {
+                name: extras[name] for name in self.plain if is_stateful(extras.get(name)) or is_nnx(extras.get(name))
+            }
             warn_of_unrestored(objects, ())  # a resume returns their states, not the objects
             self.plain = [name for name in self.plain if name not in objects]
             # Thread time excludes delays by other threads, but also work done in actors, so use wall time for actors.

@@ -406,12 +406,12 @@ def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the change since the recorded run that makes a comparison impossible, or return ""."""
     for name, description in _KEYS.items():
         if key.get(name) != now.get(name):
-            is_whole = " x " in f"{key.get(name)}" and " x " not in f"{now.get(name)}"
-            advice = "; put the state on all of them before restore_or_initialize" if is_whole else ""
+            advice = "" if " x " in f"{now.get(name)}" or " x " not in f"{key.get(name)}" else _ON_ALL
             return f"{description} changed ({key.get(name)}, now {now.get(name)}{advice})"
     return ""
 
 
+_ON_ALL = "; put the state on all of them before restore_or_initialize"
 _KEYS = {"processes": "the number of processes", "devices": "the devices", "versions": "the versions of libraries"}
 
 

@@ -432,6 +432,18 @@ def test_extras_that_are_plain_at_first_have_the_types_that_they_had(place: str,
     assert type(found) is type(whole)
 
 
+def test_a_table_of_the_state_keeps_its_default(place: str) -> None:
+    for last in (2, 4):
+        with hf.CheckpointCallback(place) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"table": defaultdict(lambda: np.zeros(2))})
+            for step in range(start, last):
+                state["table"][step] = state["table"][step - 2] + 1
+                checkpoint.on_step(step + 1, state)
+    assert {key: value.tolist() for key, value in state["table"].items() if key >= 0} == {
+        0: [1, 1], 1: [1, 1], 2: [2, 2], 3: [2, 2]
+    }  # fmt: skip
+
+
 def test_an_object_in_the_place_of_a_plain_extra_is_told(place: str, caplog: pytest.LogCaptureFixture) -> None:
     with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
         state, _ = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, noise=None)
