@@ -31,7 +31,7 @@ from .generators import checksums
 from .pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
-VERSION = 2
+VERSION = 3
 LIMIT = 64 << 10  # size limit in bytes of a witness file
 _LEAVES = 128
 _GRADIENTS = 4  # number of gradients to record; a few suffice, because losing accumulated gradients changes all of them

@@ -30,6 +30,7 @@ from .manager import elsewhere as elsewhere
 from .manager import note_resume as note_resume
 from .manager import on_commit as on_commit
 from .manager import part_of_save as part_of_save
+from .manager import restores_of as restores_of
 from .manager import settle_mirror as settle_mirror
 from .manager import step_location as step_location
 from .manager import whole_step as whole_step

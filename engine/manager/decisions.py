@@ -334,10 +334,12 @@ class AbandonedSteps:
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, unless a step has been saved since
+        self.restores = 0  # number of restores
 
     def restored(self, step: int, later: Sequence[int]) -> None:
         """Record a restored step, and the later steps that are abandoned if the run resumes from it."""
         self.resumed_from = step
+        self.restores += 1
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:

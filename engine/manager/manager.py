@@ -644,6 +644,11 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     return later
 
 
+def restores_of(manager: CheckpointManager) -> int:
+    """Return a number that grows with each restore, even of the step that was restored last."""
+    return manager._abandoned.restores
+
+
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
     """Register a listener that the committing thread calls after each commit, including commits of local steps."""
     manager._run.committed = listener

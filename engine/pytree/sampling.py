@@ -264,7 +264,7 @@ def _view_of(tensor: Any) -> Any:
     flat = local.detach() if local.requires_grad else local
     stride = _stride(size)
     # Even a 1-d tensor may be non-contiguous: a matrix column has a stride above 1, an expanded scalar has stride 0.
-    return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _memory_of(flat)[::stride]
+    return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _in_c_order(flat, stride)
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
@@ -328,11 +328,13 @@ def _address(tensor: Any) -> int:
         return 0
 
 
-def _memory_of(tensor: Any) -> Any:
-    """Return a tensor's elements flattened in memory order, as a view if they are contiguous."""
-    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
-    permuted = tensor.permute(order)
-    return permuted.view(-1) if permuted.is_contiguous() else permuted.reshape(-1)
+def _in_c_order(tensor: Any, stride: int) -> Any:
+    """Copy every ``stride``-th element in C order, because a restored tensor may have a different memory order."""
+    numbers, indices = torch.arange(0, tensor.numel(), stride, device=tensor.device), []
+    for size in reversed(tensor.shape):
+        indices.append(numbers % size)
+        numbers = numbers // size
+    return tensor[tuple(reversed(indices))]
 
 
 @functools.lru_cache(64)

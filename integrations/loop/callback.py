@@ -31,6 +31,7 @@ from ...engine.manager import (
     described,
     explains_options,
     has_triggers,
+    restores_of,
     shown_call,
     takes_texts_of,
 )
@@ -312,7 +313,7 @@ class CheckpointCallback:
         self._closed = False
         self._has_peeked = False
         self._restored: int | None = None
-        self._went_on_from: int | None = None
+        self._restores = 0  # number of restores of the manager at the last report or resume
         self.extras: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -430,7 +431,11 @@ class CheckpointCallback:
             self._begin_steps(saver, start)
             seen = Report(start.step, start.state, extras=start.extras).seen({})
             self._restored = None if restored is None else restored.step
-            self._witness.begin(seen, self._restored, why_not_comparable(self._options, adapter.misfits))
+            why_not = why_not_comparable(self._options, adapter.misfits)
+            if self._ending.step is not None:  # a loop that goes back may do so to train in another way
+                why_not, self._ending.step = f"the loop went back after step {self._ending.step}", start.step
+            self._witness.begin(seen, self._restored, why_not)
+            self._restores = restores_of(self._manager)
             return start.state, start.step + start.offset
 
     def _start_fresh(self, adapter: StateAdapter, initial: InitialState, extras: Mapping[str, Any]) -> Start:
@@ -674,16 +679,18 @@ class CheckpointCallback:
             )
         if self._ending.step is None and self._restored is None:  # a resumed run may begin to save additional extras
             warn_of_unrestored(extras, self._names)
-        last, restored = self._ending.step, self._manager.resumed_from
-        if restored is not None and restored != self._went_on_from:
-            last = restored
+        last, restores = self._ending.step, restores_of(self._manager)
+        if restores != self._restores and last is not None and step <= last:
+            self._witness.forget()  # the manager has restored this step, so the steps since the last save do not count
+        if restores != self._restores or last is None:
+            last = self._manager.resumed_from
         if last is not None and step < last:
             raise OptionError(
                 f"on_step({step}) came after step {last}: step N means that N updates are in the state, so "
                 "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
                 "restore the earlier step first"
             )
-        self._went_on_from = restored  # None if a step has been saved since the resume
+        self._restores = restores
         return operator.index(step)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:

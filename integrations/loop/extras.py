@@ -13,7 +13,7 @@ from ...engine.errors import OptionError
 from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.loaders import LoaderPosition, drawing_sampler, is_accelerate_loader, is_torchdata_loader, nodes_of
-from ...engine.pytree import flatten, is_nnx, is_plain, is_torch_tensor
+from ...engine.pytree import encode_state, flatten, is_nnx, is_plain, is_torch_tensor
 from ...engine.stateful import check_window, is_replicated, is_stateful, state_of, warn_of_held_records
 from ..hugging_face import check_stream
 from .objects import is_versioned
@@ -29,8 +29,10 @@ _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
 
 
-def tree_of(extra: Any) -> Any:
+def tree_of(extra: Any, *, was_plain: bool = False) -> Any:
     """Return the tree to save for an extra. The tree of a stateful object is a snapshot."""
+    if was_plain and is_template(extra) and not is_nnx(extra):
+        return encode_state(extra)  # it is restored without a template, so its tree has to name libraries and classes
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -141,7 +143,9 @@ def _is_saveable(extra: Any) -> bool:
 
 def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
     """Warn about stateful objects that are passed to ``on_step`` but not to ``restore_or_initialize``."""
-    if others := [name for name, extra in extras.items() if name not in names and changes_in_place(extra)]:
+    if others := [
+        name for name, extra in extras.items() if name not in names and (is_stateful(extra) or is_nnx(extra))
+    ]:
         listed = ", ".join(f"{name}={name}" for name in others)
         logger.warning(
             "on_step was given %s, and restore_or_initialize was not: a resume does not restore what is saved of it. "

@@ -99,7 +99,9 @@ _UNEQUAL = (
 _OTHERWISE = (
     "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
     "the steps depend on something that was not handed over: pass it to restore_or_initialize and on_step as an extra, "
-    "as in scheduler=scheduler, or make it part of the state"
+    "as in scheduler=scheduler, or make it part of the state. What is not restored in place, such as arrays, lists and "
+    "objects of nnx in a named tuple, is in the state that restore_or_initialize returns and in checkpoint.extras: go "
+    "on with that. Extras that differ between processes have to be objects with get_state and set_state"
 )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import glob
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +166,7 @@ def restore(
         return None
     step = restored.step
     values, gradients = _restore_extras(manager, adapter, restored, extras, options) if has_extras else ({}, None)
-    state = adapter.from_tree(template, restored.items[STATE])
+    state = _in_class_of(template, adapter.from_tree(template, restored.items[STATE]))
     if gradients:
         _restore_gradients(state, values, gradients)
     if restored.skipped:
@@ -283,6 +285,21 @@ def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str
         logger.warning("accumulated gradients are lost, as their parameters are gone: %s", shortened(missing))
 
 
+def _in_class_of(fresh: Any, value: Any) -> Any:
+    """Return a restored dictionary in the class of the fresh one if its own class or default factory was not saved."""
+    if type(fresh) is type(value) is dict and fresh is not value:
+        return {key: _in_class_of(fresh.get(key), item) for key, item in value.items()}
+    is_encoded = type(value) is dict and not all(isinstance(key, (str, int)) for key in value)
+    is_less = is_encoded or (isinstance(value, defaultdict) and value.default_factory is None)
+    if not isinstance(fresh, dict) or type(fresh) is dict or not is_less:
+        return value
+    built = copy.copy(fresh)
+    built.clear()
+    for key, item in value.items():  # Counter.update() would add to counts
+        built[key] = item
+    return built
+
+
 def _restore_extras(
     manager: CheckpointManager,
     adapter: StateAdapter,
@@ -325,5 +342,5 @@ def _restore_extras(
             if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
                 announce("%s= %s", name, note, shown=manager.processes.is_primary)
         else:
-            values[name] = restore_state(extra, saved[name], as_start)
+            values[name] = _in_class_of(extra, restore_state(extra, saved[name], as_start))
     return {**values, **kept}, saved.get(GRADIENTS)

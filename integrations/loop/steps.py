@@ -15,7 +15,8 @@ from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable, fresh_types
 from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
-from ...engine.stateful import is_actor, state_of
+from ...engine.pytree import is_nnx, is_plain
+from ...engine.stateful import is_actor, is_stateful, state_of
 from ...engine.witness import Seen
 from .extras import (
     CHECKSUMS,
@@ -28,6 +29,7 @@ from .extras import (
     moves,
     templates_of,
     tree_of,
+    warn_of_unrestored,
 )
 from .first_steps import FirstSteps, compare_processes
 from .initial import HYPERPARAMETERS, Hyperparameters
@@ -107,6 +109,7 @@ class Positions:
     def __init__(self) -> None:
         self.taken: dict[str, Any] = {}
         self.watched: list[str] = []  # names of extras that are torch modules or optimizers
+        self.plain: list[str] = []  # names of extras that were plain data before the first step
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
         self._slow: list[float] | None = []  # durations of consecutive slow steps, in seconds; None after the warning
@@ -118,6 +121,11 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
+            objects = {
+                name: extras[name] for name in self.plain if is_stateful(extras.get(name)) or is_nnx(extras.get(name))
+            }
+            warn_of_unrestored(objects, ())  # a resume returns their states, not the objects
+            self.plain = [name for name in self.plain if name not in objects]
             # Thread time excludes delays by other threads, but also work done in actors, so use wall time for actors.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
@@ -140,7 +148,7 @@ class Positions:
     def tree_of(self, name: str, extra: Any) -> Any:
         """Return the tree to save for an extra, using its snapshot if there is one."""
         if name not in self.taken:
-            return tree_of(extra)
+            return tree_of(extra, was_plain=name in self.plain)
         taken = self.taken[name]
         return extra.state_of(taken) if isinstance(extra, GlobalGenerators) else taken
 
@@ -175,6 +183,7 @@ class StepSaver:
         self._fresh_extras = fresh_types(templates, self._templates) if templates else None
         self._report = _NO_STEP
         self._positions = Positions()
+        self._positions.plain = [name for name, extra in extras.items() if is_plain(extra)]
         self._versions = VersionCounters()  # for the state, and for extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = FirstSteps(adapter)

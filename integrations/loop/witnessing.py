@@ -142,6 +142,7 @@ class Witness:
         with self._only_logged():
             if not self._enabled:
                 return
+            self.forget()
             self._key, self._resumed = key_of(self._processes.count), step
             if step is None:
                 self._recorder = Recorder(seen)
@@ -164,6 +165,14 @@ class Witness:
             self._shardings = shardings_of(seen.root) if " x " in records.key["devices"] else {}
             self._files = [RecordFile(step, self._processes.index, records.key, None, records)]
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
+
+    def forget(self) -> None:
+        """Neither record nor compare steps until the next save or resume, because the program goes back to a step."""
+        with self._only_logged():
+            for file in self._files:
+                file.finish()
+            self._files, self._waiting, self._last, self._mark, self._k = [], [], None, None, 0
+            self._compares, self._has_said = False, True
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Record and compare a step report before the step is saved. Raise StateError if ``on_inexact`` requires it."""
@@ -404,10 +413,12 @@ def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the change since the recorded run that makes a comparison impossible, or return ""."""
     for name, description in _KEYS.items():
         if key.get(name) != now.get(name):
-            return f"{description} changed ({key.get(name)}, now {now.get(name)})"
+            advice = "" if " x " in f"{now.get(name)}" or " x " not in f"{key.get(name)}" else _ON_ALL
+            return f"{description} changed ({key.get(name)}, now {now.get(name)}{advice})"
     return ""
 
 
+_ON_ALL = "; put the state on all of them before restore_or_initialize"
 _KEYS = {"processes": "the number of processes", "devices": "the devices", "versions": "the versions of libraries"}
 
 

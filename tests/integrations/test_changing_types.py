@@ -397,6 +397,64 @@ def test_containers_as_extras_have_the_classes_that_they_had(place: str) -> None
     assert (found["window"].maxlen, type(found["counts"])) == (3, Counter)
 
 
+class Transition(NamedTuple):
+    seen: Any
+    reward: float
+
+
+PLAIN_AT_FIRST: dict[str, tuple[Any, Callable[[Any, int], Any]]] = {
+    "named tuples in a list": ([], lambda kept, step: [*kept, Transition(np.full(2, step), 0.5)]),
+    "an array of jax": (None, lambda mean, step: jnp.full(2, step) if mean is None else 0.9 * mean),
+    "a state of optax": (None, lambda state, step: optax.adam(0.1).init(jnp.ones(2)) if state is None else state),
+    "a table with a default": (defaultdict(lambda: np.zeros(2)), lambda table, step: table | {(step, 1): table[step]}),
+    "counts of tuples": (Counter(), lambda counts, step: counts + Counter([(step % 2, 1)])),
+    "lists with a default": ({"log": defaultdict(lambda: [0])}, lambda logs, step: logs if logs["log"][step] else {}),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_AT_FIRST)
+def test_extras_that_are_plain_at_first_have_the_types_that_they_had(place: str, name: str) -> None:
+    fresh, update = PLAIN_AT_FIRST[name]
+
+    def run(directory: str, last: int) -> Any:
+        with hf.CheckpointCallback(directory) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, extra=copy.deepcopy(fresh))
+            extra = checkpoint.extras["extra"]
+            for step in range(start, last):
+                extra = update(extra, step)
+                checkpoint.on_step(step + 1, state, extra=extra)
+        return extra
+
+    whole = run(f"{place}/whole", TOTAL)
+    for last in (1, 2, TOTAL):
+        found = run(f"{place}/run", last)
+    assert_same(found, whole)
+    assert type(found) is type(whole)
+
+
+def test_a_table_of_the_state_keeps_its_default(place: str) -> None:
+    for last in (2, 4):
+        with hf.CheckpointCallback(place) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"table": defaultdict(lambda: np.zeros(2))})
+            for step in range(start, last):
+                state["table"][step] = state["table"][step - 2] + 1
+                checkpoint.on_step(step + 1, state)
+    assert {key: value.tolist() for key, value in state["table"].items() if key >= 0} == {
+        0: [1, 1], 1: [1, 1], 2: [2, 2], 3: [2, 2]
+    }  # fmt: skip
+
+
+def test_an_object_in_the_place_of_a_plain_extra_is_told(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, noise=None)
+        for step in (1, 2, 3):
+            checkpoint.on_step(step, state, noise=None if step == 1 else np.random.default_rng(0))
+    (text,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert text.startswith(
+        "on_step was given noise=noise, and restore_or_initialize was not: a resume does not restore"
+    )
+
+
 def test_objects_without_a_module_beside_them(place: str) -> None:
     for step in range(3):
         state: dict[str, Any] = {"meter": Meter(), "w": jnp.zeros(2)}

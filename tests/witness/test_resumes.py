@@ -419,6 +419,33 @@ def test_other_steps_are_not_added_to_the_records_of_a_save(tmp_path: Path) -> N
     assert [json.loads(line)["record"]["k"] for line in lines[1:]] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("by", ["the callback", "the manager"])
+def test_a_loop_goes_back_twice_without_a_save_between(tmp_path: Path, by: str) -> None:
+    """Its steps from then on are no records of the save, so that the steps before it prove a later resume."""
+
+    def train(going_back: int, last: int) -> Proof:
+        w = np.zeros(3)
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=8, save_at_end=False) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": w})
+            while step < last:
+                state, step = {"w": state["w"] + step}, step + 1
+                if step == 12 and going_back:
+                    going_back -= 1
+                    checkpoint.manager.wait_until_finished()
+                    if by == "the callback":
+                        state, step = checkpoint.restore_or_initialize({"w": w})
+                    else:
+                        state, step = checkpoint.manager.restore(8, {"state": {"w": w}})["state"], 8
+                    continue
+                checkpoint.on_step(step, state, metrics={"loss": float(state["w"][0])})
+            return checkpoint.proof
+
+    assert train(2, 15).why == ("the loop went back after step 11" if by == "the callback" else "")
+    records = (tmp_path / "8" / "witness.jsonl").read_text().splitlines()[1:]
+    assert [json.loads(line)["record"]["step"] for line in records] == [8, 9, 10]
+    assert train(0, 15) == Proof(exact=True, steps=(9, 10))
+
+
 @pytest.mark.parametrize("name", ["batch", "epoch"])
 def test_extras_of_these_names_are_saved_and_restored_as_ever(tmp_path: Path, name: str) -> None:
     for start, last in ((0, 3), (3, 5)):

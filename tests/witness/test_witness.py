@@ -55,6 +55,11 @@ ORDERS: dict[str, tuple[Any, Any]] = {
     "Fortran": (np.asfortranarray(np.arange(200.0).reshape(20, 10)), np.arange(200.0).reshape(20, 10)),
     "reversed": (np.arange(10.0)[::-1], np.arange(9.0, -1, -1)),
     "a column": (torch.arange(200.0).view(20, 10)[:, 3], torch.arange(3.0, 200, 10)),
+    "a transposed tensor": (torch.arange(200.0).view(10, 20).t(), torch.arange(200.0).view(10, 20).t().contiguous()),
+    "channels last": (
+        torch.arange(240.0).reshape(4, 5, 3, 4).to(memory_format=torch.channels_last),
+        torch.arange(240.0).reshape(4, 5, 3, 4),
+    ),
     "an expanded number": (torch.ones(1).expand(5), torch.ones(5)),
     "a matrix": (np.arange(200.0).reshape(20, 10).view(np.matrix), np.arange(200.0).reshape(20, 10)),
     "a matrix of one number": (np.ones((1, 1)).view(np.matrix), np.ones(1)),
