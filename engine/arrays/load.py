@@ -83,8 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    if source.unreadable:  # raise an error that gives the reason, instead of one about the template
-        source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
+    source.check_readable(leaves)  # first, because this error gives the reason, and one about the template does not
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
         tree = source.tree if select is None else source.tree.select([leaf.name in selected for leaf in source.leaves])
