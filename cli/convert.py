@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from ..engine.clock import format_size
-from ..engine.errors import DONE, CheckpointExistsError, OptionError, TreeMismatchError
+from ..engine.errors import DONE, CheckpointExistsError, OptionError, TreeMismatchError, UnsupportedLeafError
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
 from ..integrations.formats.convert import Conversion, ExportFormat, check_suffix, export_checkpoint, import_checkpoint
@@ -129,7 +129,7 @@ def export(
 
     An export to Orbax includes all steps unless a step is given.
     """
-    configure_logging("warning")
+    configure_logging("error")  # as in an import, the command lists what was left out
     if in_place:
         if to != "orbax" or destination is not None or item is not None or select or root or overwrite:
             raise OptionError("--in-place takes --to orbax and --step, but neither DST nor other options")
@@ -160,7 +160,7 @@ def _command_options_in_errors() -> Iterator[None]:
     """Replace function arguments in error messages with the corresponding command options."""
     try:
         yield
-    except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
+    except (CheckpointExistsError, OptionError, TreeMismatchError, UnsupportedLeafError) as error:
         message = str(error)
         for argument, option in _OPTIONS.items():
             message = message.replace(argument, option)

@@ -83,8 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    if source.unreadable:  # let reading raise an error with the reason, before the template is compared
-        source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
+    source.check_readable(leaves)  # first, because this error gives the reason, and one about the template does not
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
         tree = source.tree if select is None else source.tree.select([leaf.name in selected for leaf in source.leaves])

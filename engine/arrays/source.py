@@ -112,6 +112,11 @@ class TreeSource(Protocol):
             UnsupportedLeafError: A leaf cannot be read without running code; the error names it.
         """
 
+    def check_readable(self, leaves: Sequence[SavedLeaf]) -> None:
+        """Raise the error that reading raises if some of the leaves are unreadable."""
+        if self.unreadable:
+            self.read_leaves([leaf for leaf in leaves if leaf.name in self.unreadable])
+
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         """Read the listed boxes of each leaf.
 
@@ -193,6 +198,7 @@ class PartialTree(TreeSource):
         self.unreadable = {
             name: source.unreadable[leaf.name] for name, leaf in leaves.items() if leaf.name in source.unreadable
         }
+        self.left_out = source.left_out
         self.files_read = source.files_read
         self._source = source
         self._originals = leaves

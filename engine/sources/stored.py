@@ -471,10 +471,9 @@ class FetchedTree(OtherTree):
 def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
     names = [leaf.name for leaf in leaves if leaf.name in source.unreadable]
     if names:
-        headline = f"{source.location}: these leaves are not data that holdfast reads; load the others with select=:"
-        raise UnsupportedLeafError(
-            itemized(headline, [f"{format_path(name)}: {source.unreadable[name]}" for name in names])
-        )
+        headline = "these leaves are not data that holdfast reads; load the others with select=PATTERN:"
+        lines = [f"{format_path(name)}: {source.unreadable[name]}" for name in names]
+        raise UnsupportedLeafError(itemized(f"{source.location}: {headline}", lines))
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:

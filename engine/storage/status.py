@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -221,6 +222,8 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
     advice = next((_ADVICE[base] for base in cls.__mro__ if base in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
         advice = "set the clock of this machine, which is many minutes off from that of the service"
+    elif reason == os.strerror(errno.EFBIG):
+        advice = "raise the limit on the size of files (ulimit -f) or choose another directory"
     return cls(without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else ""))
 
 

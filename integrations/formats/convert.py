@@ -233,12 +233,18 @@ def export_checkpoint(
             from .orbax.export import export_orbax
 
             exported = export_orbax(origin, target, chosen, item, select, progress or NULL, _write_arrays)
-            return [_conversion(original, copy, to, number, trees, ()) for original, copy, number, trees in exported]
+            done = []
+            for original, copy, number, trees in exported:
+                left_out = [line for tree in trees for line in tree.left_out]
+                _warn(original, left_out)
+                done.append(_conversion(original, copy, to, number, trees, left_out))
+            return done
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
         # Prefer the state item, because callbacks save extras in other items.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
         inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
         tree, left_out = without_placeholders(selected(inside, select))
+        left_out += tree.left_out
         _write_file(tree, target, to, overwrite, progress or NULL)
         _warn(checkpoint, left_out)
         return [_conversion(checkpoint, target, to, checkpoint.step if chosen is None else chosen, [tree], left_out)]
@@ -262,6 +268,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
             f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
             "leave them out of the tree. Nothing was written"
         )
+    tree.check_readable(tree.leaves)  # an unreadable leaf is described as text, which would be written in its place
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)
     progress.expect(nbytes)
     with Share(progress, nbytes, nbytes) as share:

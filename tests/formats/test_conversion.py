@@ -181,7 +181,7 @@ def test_an_export_that_the_disk_refuses_leaves_nothing_behind(tmp_path: Path, k
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(hf.errors.StorageError, match=r"cannot write .*File too large"):
+        with pytest.raises(hf.errors.StorageError, match=r"cannot write .*File too large; raise the limit .*ulimit -f"):
             export_checkpoint(tmp_path / "ckpt", tmp_path / "out" / "x", kind)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

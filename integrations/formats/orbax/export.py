@@ -60,6 +60,7 @@ class OrbaxPlan:
         self.arrays: dict[str, SavedLeaf] = {}  # leaves stored as arrays, keyed by Orbax name
         self.strings: dict[str, Any] = {}  # contents of the ``_strings.json`` file
         self.keys: dict[str, str] = {}  # PRNG implementations of typed keys, keyed by array name
+        source.check_readable(source.leaves)
         self._source = source
         self._in_place = in_place
         self._leaves = iter(source.leaves)

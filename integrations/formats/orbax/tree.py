@@ -239,7 +239,7 @@ class OrbaxTree(OtherTree):
             return
         lines = [f"{p.leaf}: {p.what}" for p in problems]
         if {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
-            headline = f"{self.location}: these leaves need code from the program; load the others with select=:"
+            headline = f"{self.location}: these leaves need code from the program; load the others with select=PATTERN:"
             raise UnsupportedLeafError(itemized(headline, lines))
         if len(self._present) < self._processes:
             headline = (
