@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ import pytest
 
 import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback, StepOutcome
-from holdfast.integrations.options import CallbackOptions
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
@@ -72,22 +70,6 @@ def run(checkpoint: CheckpointCallback, first: int, last: int, **metrics: Any) -
     """Reports steps first..last and returns those that were saved."""
     outcomes = {step: checkpoint.on_step(step, state_at(step)) for step in range(first, last + 1)}
     return [step for step, outcome in outcomes.items() if outcome.saved]
-
-
-def test_the_arguments_beside_the_options_of_every_callback() -> None:
-    parameters = inspect.signature(CheckpointCallback.__init__).parameters
-    others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
-    others -= {field.name for field in dataclasses.fields(hf.CheckpointManagerOptions)}
-    assert others == {
-        "self",
-        "directory",
-        "clock",
-        "metadata",
-        "reshard",
-        "global_generators",
-        "hyperparameters",
-        "step_offset",
-    }
 
 
 def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:
