@@ -79,12 +79,6 @@ def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> N
     assert saved == [12, 20, 32]
 
 
-def test_metadata_is_stored_with_the_checkpoints(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, metadata={"lr": 0.1}) as checkpoint:
-        checkpoint.on_step(1, state_at(1))
-    assert hf.CheckpointManager(tmp_path).metadata() == {"lr": 0.1}
-
-
 def test_a_step_that_is_saved_is_not_saved_again_at_the_end(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
