@@ -138,10 +138,6 @@ def beside(own: Callable[[], Any], mode: Any, size: int = SIZE) -> Callable[[], 
     )
 
 
-class KilledError(Exception):
-    """Ends a run."""
-
-
 class Net(LightningModule):
     def __init__(self, end: int) -> None:
         super().__init__()
@@ -150,7 +146,7 @@ class Net(LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Any:
         if len(self.seen) == self.end:
-            raise KilledError
+            raise program.InterruptionError
         Dated.now += 1
         parts = batch if isinstance(batch, list | tuple) else [batch]
         self.seen.append([part if part is None else float(part) for part in parts])
@@ -171,7 +167,7 @@ def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) 
     callback, net = CheckpointCallback(str(directory), save_interval_steps=interval), Net(end)
     try:
         program.trainer(callback, max_epochs=EPOCHS, limit_train_batches=limit).fit(net, loaders)
-    except KilledError:
+    except program.InterruptionError:
         assert end >= 0
     return net.seen
 
