@@ -14,54 +14,50 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.logs import unconfigure
-from tests.starts import run
 
 import holdfast as hf
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
-_PROGRAM = """
-import os, signal, sys
+_ENDED = """
 import numpy as np
 import holdfast as hf
 
-checkpoint = hf.CheckpointCallback("run", save_interval_steps=5, signals=sys.argv[2:] or ("SIGTERM", "SIGHUP"))
-state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
-for step in range(start + 1, int(sys.argv[1]) + 1):
-    state = {"w": state["w"] + 1}
-    print("step", step, flush=True)
-    if checkpoint.on_step(step, state).should_stop:
-        checkpoint.close()
-        sys.exit(checkpoint.exit_status)
+def run(name, last):
+    checkpoint = hf.CheckpointCallback(name, save_interval_steps=5)
+    state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+    for step in range(start + 1, last + 1):
+        checkpoint.on_step(step, state)
+    checkpoint.manager.wait_until_finished()
+    return checkpoint
+
+left = [run("early", 4), run("late", 8), run("saved", 10), run("continued", 7), run("continued", 8)]
+left += [run("closed", 7), run("closed", 8)]
+left[-1].close()
 """
+ADVICE = ". The end of a with statement, or close() of the callback, saves the last step"
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> list[str]:
-    (tmp_path / "train.py").write_text(_PROGRAM)
-    return [sys.executable, "train.py"]
-
-
-NEVER_CLOSED = [
-    (4, "after step 4: no step is saved in {}, steps lost: all. The end of a with statement, or close() of"),
-    (8, "after step 8: step 5 is saved in {}, steps lost: 3. The end of a with statement, or close() of"),
-    (10, None),
-]
-
-
-@pytest.mark.parametrize(("steps", "line"), NEVER_CLOSED)
-def test_a_callback_that_is_never_closed_speaks_at_exit(
-    program: list[str], steps: int, line: str | None, tmp_path: Path
-) -> None:
-    done = subprocess.run([*program, str(steps)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    place = tmp_path / "run"
-    said = done.stderr.splitlines()
-    assert (done.returncode, said[0]) == (0, f"holdfast: started fresh: no checkpoint in {place}")
-    begin = "the program ended without closing the callback "
-    expected = [] if line is None else [True]
-    found = [one.removeprefix("holdfast: ").startswith(begin + (line or "").format(place)) for one in said[1:]]
-    assert found == expected
-    assert [one.step for one in hf.list_checkpoints(place)] == [5, 10][: steps // 5], "nothing is saved at the exit"
+@pytest.mark.parametrize(
+    ("end", "status", "advice"), [("pass", 0, ADVICE), ("raise KeyError", 1, "")], ids=["end", "error"]
+)
+def test_callbacks_that_are_never_closed_speak_at_exit(end: str, status: int, advice: str, tmp_path: Path) -> None:
+    """No advice that would not help, and nothing of a run that another callback has gone on with."""
+    command = [sys.executable, "-c", _ENDED + end]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    begin = "the program ended without closing the callback after step"
+    said = [line for line in done.stderr.splitlines() if line.startswith(begin)]
+    assert (done.returncode, sorted(said)) == (
+        status,
+        [
+            f"{begin} 4: no step is saved in {tmp_path}/early, steps lost: all{advice}",
+            f"{begin} 8: step 5 is saved in {tmp_path}/continued, steps lost: 3{advice}",
+            f"{begin} 8: step 5 is saved in {tmp_path}/late, steps lost: 3{advice}",
+        ],
+    ), done.stderr
+    saved = {"early": [], "late": [5], "saved": [5, 10], "continued": [5], "closed": [5, 8]}
+    found = {name: [one.step for one in hf.list_checkpoints(tmp_path / name)] for name in saved}
+    assert found == saved, "nothing is saved at the exit"
 
 
 DISKS = {
@@ -122,60 +118,6 @@ ENDINGS: dict[str, tuple[Callable[[], object], int, str]] = {
 }
 
 
-def test_what_is_said_at_exit_is_so(tmp_path: Path) -> None:
-    """No advice that would not help, and nothing of a run that another callback has gone on with."""
-    program = """
-import holdfast as hf, numpy as np
-def run(last, **options):
-    checkpoint = hf.CheckpointCallback("run", save_interval_steps=5, **options)
-    state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
-    for step in range(start + 1, last + 1):
-        checkpoint.on_step(step, state)
-    checkpoint.manager.wait_until_finished()
-    return checkpoint
-first = run(7)
-second = run(8)
-"""
-    ends = {
-        "second.close()": [],
-        "raise KeyError": ["steps lost: 3"],
-        "pass": ["steps lost: 3. The end of a with statement, or close() of the callback, saves the last step"],
-    }
-    for index, (end, lines) in enumerate(ends.items()):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", program + end], cwd=folder, capture_output=True, text=True, timeout=60
-        )
-        lost = [line for line in done.stderr.splitlines() if "steps lost" in line]
-        assert len(lost) == len(lines), done.stderr
-        assert all(line.endswith(expected) for line, expected in zip(lost, lines, strict=True))
-
-
-def test_a_trainer_that_fails_says_what_is_lost(tmp_path: Path) -> None:
-    program = """
-import lightning as L, torch
-from holdfast.integrations.lightning import CheckpointCallback
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-    def training_step(self, batch, index):
-        if index == 7:
-            raise ZeroDivisionError
-        return self.net(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-checkpoint = CheckpointCallback("run", save_interval_steps=5)
-options = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = L.Trainer(max_epochs=1, callbacks=[checkpoint], **options)
-trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(20, 2), batch_size=2))
-"""
-    done = run("-W", "ignore", "-c", program, cwd=tmp_path, backend="torch")
-    (line,) = [line for line in done.stderr.splitlines() if "steps lost" in line]
-    assert f"the loop ended with ZeroDivisionError after step 7: step 5 is saved in {tmp_path / 'run'}" in line
-
-
 @pytest.mark.parametrize("how", ENDINGS)
 def test_an_exception_says_what_it_costs(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     end, last, line = ENDINGS[how]
@@ -206,11 +148,25 @@ def test_after_a_preemption_and_before_the_first_step_nothing_is_lost(
     assert "ended with" not in caplog.text
 
 
-def test_a_program_outlives_its_terminal_for_a_save(program: list[str], tmp_path: Path) -> None:
+_ENDLESS = """
+import itertools, sys
+import holdfast as hf
+
+checkpoint = hf.CheckpointCallback("run", save_interval_steps=5)
+state, start = checkpoint.restore_or_initialize({"w": 0})
+for step in itertools.count(start + 1):
+    print("step", step, flush=True)
+    if checkpoint.on_step(step, state).should_stop:
+        checkpoint.close()
+        sys.exit(checkpoint.exit_status)
+"""
+
+
+def test_a_program_outlives_its_terminal_for_a_save(tmp_path: Path) -> None:
     """A closed terminal sends SIGHUP, and the lines that the program prints afterwards do not end it."""
     terminal, other = os.openpty()
     # The first terminal that the leader of a session opens is the one that ends it.
-    command = ["sh", "-c", 'exec "$@" <> "$0" >&0 2>&0', os.ttyname(other), *program, "1000000000"]
+    command = ["sh", "-c", 'exec "$@" <> "$0" >&0 2>&0', os.ttyname(other), sys.executable, "-c", _ENDLESS]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as running:
         while b"step 3" not in os.read(terminal, 1 << 16):
             pass

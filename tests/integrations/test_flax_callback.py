@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ import pytest
 
 import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback, StepOutcome
-from holdfast.integrations.options import CallbackOptions
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
@@ -74,33 +72,11 @@ def run(checkpoint: CheckpointCallback, first: int, last: int, **metrics: Any) -
     return [step for step, outcome in outcomes.items() if outcome.saved]
 
 
-def test_the_arguments_beside_the_options_of_every_callback() -> None:
-    parameters = inspect.signature(CheckpointCallback.__init__).parameters
-    others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
-    others -= {field.name for field in dataclasses.fields(hf.CheckpointManagerOptions)}
-    assert others == {
-        "self",
-        "directory",
-        "clock",
-        "metadata",
-        "reshard",
-        "global_generators",
-        "hyperparameters",
-        "step_offset",
-    }
-
-
 def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path, save_interval_steps=10, save_at_end=False) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
         saved = [step for step in range(4, 40, 4) if checkpoint.on_step(step, state_at(step)).saved]
     assert saved == [12, 20, 32]
-
-
-def test_metadata_is_stored_with_the_checkpoints(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, metadata={"lr": 0.1}) as checkpoint:
-        checkpoint.on_step(1, state_at(1))
-    assert hf.CheckpointManager(tmp_path).metadata() == {"lr": 0.1}
 
 
 def test_a_step_that_is_saved_is_not_saved_again_at_the_end(tmp_path: Path) -> None:

@@ -286,23 +286,3 @@ def test_nnx_objects_that_only_passed_through_a_jitted_function_are_saved(direct
         checkpoint.on_step(1, [model, optimizer])
         nnx.jit(lambda model, optimizer: optimizer.step[...] + 1)(model, optimizer)
     assert checkpoint.manager.all_steps() == [1]
-
-
-def test_an_nnx_module_alone_and_mixed_with_plain_values(directory: Path) -> None:
-    with CheckpointCallback(directory / "alone") as checkpoint:
-        checkpoint.on_step(1, Module(nnx.Rngs(1)))
-    model = Module(nnx.Rngs(0))
-    with CheckpointCallback(directory / "alone") as checkpoint:
-        restored, start = checkpoint.restore_or_initialize(model)
-    assert restored is model
-    assert start == 1
-    assert bits(nnx.to_pure_dict(nnx.state(model))) == bits(nnx.to_pure_dict(nnx.state(Module(nnx.Rngs(1)))))
-
-    with CheckpointCallback(directory / "mixed") as checkpoint:
-        checkpoint.on_step(1, {"model": model, "average": [jnp.ones(2)], "epoch": 4})
-    with CheckpointCallback(directory / "mixed") as checkpoint:
-        fresh: dict[str, Any] = {"model": model, "average": [jnp.zeros(2)], "epoch": 0}
-        mixed, _ = checkpoint.restore_or_initialize(fresh)
-    assert mixed["model"] is model
-    assert isinstance(mixed["average"][0], jax.Array)
-    assert (mixed["average"][0].tolist(), mixed["epoch"]) == ([1, 1], 4)

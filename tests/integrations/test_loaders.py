@@ -62,6 +62,7 @@ LOADERS: dict[str, Any] = {
     "lines": Lines,
     "DataLoader": lambda: DataLoader(DATA, batch_size=3),
     "DistributedSampler": shuffled,
+    "a stream": lambda: DataLoader(Stream(), batch_size=5),
 }
 
 
@@ -209,16 +210,6 @@ def test_a_loader_without_a_state_before_its_first_batch(tmp_path: Path) -> None
                     break
 
 
-class Augmented(torch.utils.data.Dataset[Any]):
-    """Twelve numbers with noise from the generator of the process that makes them."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return index + torch.rand(1)
-
-
 class Shuffles:
     """A loader of the program's own, which shuffles as each epoch begins; with a length or without one."""
 
@@ -236,16 +227,6 @@ class Sized(Shuffles):
         return 8
 
 
-class Permuted(torch.utils.data.Sampler[int]):
-    """A sampler of the program's own."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(12).tolist()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -254,11 +235,11 @@ class Permuted(torch.utils.data.Sampler[int]):
         lambda: Sized(np.random.default_rng(3)),
         lambda: Shuffles(np.random.RandomState(3)),
         lambda: Sized(random.Random(3)),
-        lambda: DataLoader(Augmented(), batch_size=3, sampler=Permuted()),
-        lambda: DataLoader(Augmented(), batch_size=3, shuffle=True),
-        lambda: DataLoader(Augmented(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 12, 12)),
-        lambda: DataLoader(Augmented(), batch_size=2, num_workers=2, multiprocessing_context="fork"),
-        lambda: DataLoader(Augmented(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(5)),
+        lambda: DataLoader(Drawing(), batch_size=3, sampler=OwnOrder()),
+        lambda: DataLoader(Drawing(), batch_size=3, shuffle=True),
+        lambda: DataLoader(Drawing(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 12, 12)),
+        lambda: DataLoader(Drawing(), batch_size=2, num_workers=2, multiprocessing_context="fork"),
+        lambda: DataLoader(Drawing(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(5)),
     ],
     ids=[
         *("numpy's", "Python's", "Generator", "RandomState", "Random", "sampler", "shuffle", "weighted", "workers"),
@@ -460,7 +441,7 @@ def test_a_warning_tells_where_workers_draw_other_numbers(
 ) -> None:
     def batches() -> Any:
         context = "fork" if options["num_workers"] else None
-        loader: Any = DataLoader(Augmented(), batch_size=2, multiprocessing_context=context, **options)
+        loader: Any = DataLoader(Drawing(), batch_size=2, multiprocessing_context=context, **options)
         return hf.skip_to(loader, global_batch_size=global_batch_size)
 
     _, again = following(batches, position)
@@ -468,24 +449,9 @@ def test_a_warning_tells_where_workers_draw_other_numbers(
     assert ("continues with new worker processes" in caplog.text) is warns
 
 
-class Streamed(torch.utils.data.IterableDataset[Any]):
-    """A dataset without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(6))
-
-
-def test_a_dataset_may_have_no_length() -> None:
-    first, again = (hf.skip_to(DataLoader(Streamed(), batch_size=2)) for _ in range(2))
-    batches = [next(first).tolist() for _ in range(5)]
-    assert batches == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
-    again.set_state(first.get_state())
-    assert next(again).tolist() == [4, 5]
-
-
 def test_a_loader_may_hold_the_global_generator() -> None:
     def batches() -> Any:
-        return hf.skip_to(DataLoader(Augmented(), batch_size=3, sampler=Permuted(), generator=torch.default_generator))
+        return hf.skip_to(DataLoader(Drawing(), batch_size=3, sampler=OwnOrder(), generator=torch.default_generator))
 
     def drawn(batches: Any) -> list[str]:
         return [f"{next(batches)} {torch.rand(1)}" for _ in range(5)]
@@ -575,7 +541,7 @@ class Hardest(torch.utils.data.Sampler[int]):
         (lambda scores: DataLoader(Transformed(int), batch_size=2, sampler=Hardest(scores)), True, True),
         (lambda scores: DataLoader(Transformed(int), batch_size=2, sampler=Hardest(scores)), False, False),
         (lambda scores: [{"names": ["a"], "values": scores + step} for step in range(3)], True, True),
-        (lambda _: DataLoader(Augmented(), batch_size=2), True, False),  # The model draws from the same generator.
+        (lambda _: DataLoader(Drawing(), batch_size=2), True, False),  # The model draws from the same generator.
     ],
     ids=["sampler", "unchanged", "values", "augmented"],
 )
@@ -722,6 +688,8 @@ class StreamWithState(Stream):
 
 
 class OwnOrder(torch.utils.data.Sampler[int]):
+    """A sampler of the program's own."""
+
     def __len__(self) -> int:
         return 12
 
@@ -1094,7 +1062,7 @@ def test_nothing_holds_a_loader_that_the_program_has_left(tmp_path: Path) -> Non
     made: list[weakref.ref[Any]] = []
 
     def batches() -> Any:
-        found = hf.skip_to(DataLoader(Augmented(), batch_size=2))
+        found = hf.skip_to(DataLoader(Drawing(), batch_size=2))
         made.append(weakref.ref(found))
         return found
 

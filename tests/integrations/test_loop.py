@@ -96,18 +96,3 @@ def test_the_exit_status_after_a_preemption(tmp_path: Path) -> None:
     assert statuses == [(75, 2), (0, 5)]
     assert [entry.reason for entry in hf.list_checkpoints(tmp_path)] == ["preempted", "at the end"]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("default_sigterm")
-@pytest.mark.parametrize("after", [0, 2])
-def test_a_loop_that_goes_on_although_it_was_stopped_saves_no_more(tmp_path: Path, after: int) -> None:
-    asked = []
-    with CheckpointCallback(tmp_path, save_interval_steps=4, witness_steps_after_signal=after) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"w": np.zeros(2)})
-        for step in range(1, 14):
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            state = {"w": state["w"] + step}
-            asked += [step] if checkpoint.on_step(step, state).should_stop else []
-    assert asked == list(range(3 + after, 14))
-    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [3]

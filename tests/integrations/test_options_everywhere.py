@@ -157,6 +157,7 @@ def test_the_signature_of_a_callback_is_that_of_its_options(callback: Any, argum
     assert [(one.name, one.kind, one.default) for one in written.values()] == [
         (one.name, one.kind, one.default) for one in declared.values()
     ]
+    assert all(declared[field.name].default == field.default for field in fields(CallbackOptions))
     hints, known = get_type_hints(callback.__init__), get_type_hints(arguments)
     for name in written:
         same = known[name]

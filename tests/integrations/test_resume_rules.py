@@ -1,4 +1,4 @@
-"""The rules of resume= for recipes, and what only the callback of a trainer does."""
+"""The rules of resume= for recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import holdfast as hf
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
-from holdfast.recipes.self_play import Trainer
 
 
 def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
@@ -30,20 +29,3 @@ def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
         train(resume=9)
     with pytest.raises(hf.errors.OptionError, match=r"checkpoint\.resume: resume='best' needs best_fn="):
         train(resume="best", best_fn="null")
-
-
-def test_a_trainer_that_has_gone_on_is_not_saved_under_an_older_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = Trainer(5, [6], games=6)
-    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        for _ in range(2):
-            trainer.train_step()
-            checkpoint.on_step(trainer.step, trainer)
-    with hf.CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
-        assert checkpoint.restore_or_initialize(trainer) == (trainer, 2)
-        trainer.train_step()
-        checkpoint.on_step(3, trainer)
-        trainer.train_step()
-    assert hf.CheckpointManager(tmp_path).all_steps() == [1, 2]
-    assert "step 3 is not saved at the end: its tensors were changed since; call on_step" in caplog.text

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -358,40 +357,29 @@ def test_arrays_on_several_devices(
     assert all(re.match(f"not exact from step 3 on: .*{cause}", text) for text in warnings)
 
 
-KILLED = """
-import os, signal, sys
-import holdfast as hf
-from tests.witness.test_resumes import Run
-
-def at(step):
-    if step == 8:
-        run.checkpoint.manager.wait_until_finished()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-directory, memory, hidden, last = sys.argv[1:]
-run = Run(directory, hidden, save_interval_steps=1000, local=hf.Local(memory, every=2, copies=0))
-run(int(last), at=at if last == "8" else lambda step: None)
-proof = run.checkpoint.proof
-print(proof.exact, *proof.steps, *proof.differs)
-"""
-
-
-@pytest.mark.parametrize(("hidden", "proof"), [("", "True 7"), ("state", "False metrics state")])
-def test_a_resume_from_the_memory_of_the_host_is_compared(tmp_path: Path, hidden: str, proof: str) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "proof"),
+    [("", Proof(exact=True, steps=(7,))), ("state", Proof(exact=False, differs=("metrics", "state")))],
+    ids=["nothing", "state"],
+)
+def test_a_resume_from_the_memory_of_the_host_is_compared(tmp_path: Path, hidden: str, proof: Proof) -> None:
     """A local step has the records of its next steps beside its files, and they are removed with it."""
+    local = hf.Local(tmp_path / "memory", every=2, copies=0)
+    run = Run(tmp_path / "run", hidden, save_interval_steps=1000, local=local)
+    lines: dict[Path, int] = {}
 
-    def start(last: int) -> tuple[int, str]:
-        arguments = [str(tmp_path / "run"), str(tmp_path / "memory"), hidden, str(last)]
-        ended = subprocess.run(
-            [sys.executable, "-c", KILLED, *arguments], check=False, stdout=subprocess.PIPE, text=True
-        )
-        return ended.returncode, ended.stdout.strip()
+    def crash(step: int) -> None:
+        if step == 8:
+            run.checkpoint.manager.wait_until_finished()
+            files = sorted(tmp_path.glob("memory/*/own/*/witness.jsonl"))
+            lines.update((file, len(file.read_bytes().splitlines())) for file in files)  # before anything is closed
+            raise StopHereError
 
-    assert start(8) == (-signal.SIGKILL, "")
-    files = sorted(tmp_path.glob("memory/*/own/*/witness.jsonl"))
-    assert [len(file.read_bytes().splitlines()) for file in files] == [4, 3]  # a header, k = 0, 1, and the next save
-    assert start(12) == (0, proof)
-    assert not [file for file in files if file.exists()]
+    with pytest.raises(StopHereError):
+        run(at=crash)
+    assert [*lines.values()] == [4, 3]  # a header, k = 0, 1, and the next save
+    assert run(last=12).checkpoint.proof == proof
+    assert not [file for file in lines if file.exists()]
 
 
 def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
@@ -493,14 +481,8 @@ def test_a_witness_that_has_ended_is_not_shown_the_steps_after_a_signal(
 
 
 @pytest.mark.usefixtures("default_sigterm")
-@pytest.mark.parametrize(
-    "options", [{"witness_steps_after_signal": 0}, {"witness": False}, {"grace_secs": 1e-6}, {"signals": ["SIGINT"]}]
-)
-def test_none_follow(tmp_path: Path, options: dict[str, Any]) -> None:
-    number = signal.SIGINT if "signals" in options else signal.SIGTERM
-    run = Run(tmp_path, **{"grace_secs": "1h", **options})(
-        at=lambda step: os.kill(os.getpid(), number) if step == 6 else None
-    )
+def test_no_step_follows_a_signal_without_the_witness(tmp_path: Path) -> None:
+    run = Run(tmp_path, grace_secs="1h", witness=False)(at=told(6))
     assert (run.done, [entry.step for entry in hf.list_checkpoints(tmp_path)]) == (6, [4, 6])
 
 

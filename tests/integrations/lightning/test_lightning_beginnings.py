@@ -27,9 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
 ]
 
-# ---- ModelCheckpoint, and the searches of Lightning
-
-
 # ---- ModelCheckpoint
 
 

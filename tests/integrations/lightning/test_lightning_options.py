@@ -122,10 +122,7 @@ def test_what_managers_take(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"item_intervals": {"state": 2}}, "item_intervals=.*has the item state and"),
-        ({"hyperparameters": "mine"}, "hyperparameters='mine' must be 'saved' or 'program'"),
-        ({"barrier_timeout_secs": "soon"}, "barrier_timeout_secs='soon'"),
         ({"step_prefix": "a/b"}, "step_prefix='a/b' cannot be part"),
-        ({"replicated": "loaders"}, "replicated='loaders' must name extras"),
         ({"replicated": ["data"]}, "replicated names 'data', but a Lightning trainer has 'loaders'"),
         ({"export_best": "best.ckpt"}, "export_best= needs best_fn"),
         ({"export_best": "best.pt", "best_fn": "loss", "best_mode": "min"}, "must end in .safetensors or .ckpt"),

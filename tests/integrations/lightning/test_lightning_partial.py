@@ -56,9 +56,6 @@ class Net(lightning.LightningModule):
 class Seen(lightning.Callback):
     """What training begins with: copies of weights, the optimizers' states by parameter, schedules."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.initial = {name: value.clone() for name, value in pl_module.state_dict().items()}
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.step = trainer.global_step
         self.weights, self.moments, self.groups, self.schedules = contents(trainer, pl_module)

@@ -109,7 +109,7 @@ def test_two_processes_write_one_checkpoint(run: Run, tmp_path: Path) -> None:
         pytest.param("all", 6, {"loader": "stateful"}, id="all", marks=SWEEP),
         pytest.param(1, 3, {"average": True}, id="an average", marks=[SWEEP, pytest.mark.needs("lightning", "2.6")]),
         pytest.param(1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
-        pytest.param(1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
+        pytest.param(1, 4, {"strategy": "fsdp2"}, id="FSDP2", marks=SWEEP),
         pytest.param(1, 3, {"wide": True}, id="float64 and int64 in the optimizer"),
         pytest.param(1, 4, {"wide": True, "strategy": "fsdp2"}, id="float64 and int64 in the optimizer, FSDP2"),
     ],

@@ -328,7 +328,8 @@ def test_signal_in_the_middle_of_a_validation(loader: str, every: bool) -> None:
             continue
         options = {"loader": loader, **variant}
         whole = program.run(new_directory(), checkpoint=NEVER, **options)
-        for step in sorted({event[1] for event in whole.recorder.events if event[0] == "validation"}):
+        steps = sorted({event[1] for event in whole.recorder.events if event[0] == "validation"})
+        for step in steps[:: 1 if every else 2]:
             directory = new_directory()
             recorder = program.Recorder(signal_in_validation_after=step)
             with pytest.raises(SystemExit) as caught:

@@ -337,11 +337,15 @@ def test_the_last_point_is_saved(
         pytest.param(RARELY, 0, [], id="nothing of a fresh run that fails at once"),
     ],
 )
-def test_nothing_more_is_saved(checkpoint: dict[str, Any], step: int, saved: list[int]) -> None:
+def test_nothing_more_is_saved(
+    checkpoint: dict[str, Any], step: int, saved: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     directory = new_directory()
     with pytest.raises(RuntimeError, match="spoiled"):
         program.run(directory, checkpoint=checkpoint, callbacks=(Fails("on_after_backward", step, RuntimeError),))
     assert [one.step for one in hf.list_checkpoints(directory)] == saved
+    lost = f"the loop ended with RuntimeError after step 6: step 4 is saved in {directory}, steps lost: 2"
+    assert (lost in caplog.text) == bool(saved)
 
 
 # ---- local steps

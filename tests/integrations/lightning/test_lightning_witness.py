@@ -15,10 +15,6 @@ from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.loop import Proof
 
 
-class StopHereError(Exception):
-    """Ends a run as a crash does."""
-
-
 class Crash(lightning.pytorch.Callback):
     """Ends a run after a batch, when its saves are complete."""
 
@@ -28,7 +24,7 @@ class Crash(lightning.pytorch.Callback):
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         trainer.checkpoint_callback.manager.wait_until_finished()
         if trainer.global_step == self.after:
-            raise StopHereError
+            raise program.InterruptionError
 
 
 class Counting(lightning.pytorch.Callback):
@@ -44,7 +40,7 @@ class Counting(lightning.pytorch.Callback):
 
 
 def crashed(directory: str, after: int, *callbacks: Any, every: int = 3, **options: Any) -> None:
-    with pytest.raises(StopHereError):
+    with pytest.raises(program.InterruptionError):
         program.run(
             directory, callbacks=(Crash(after), *callbacks), checkpoint={"save_interval_steps": every}, **options
         )
