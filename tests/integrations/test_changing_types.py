@@ -435,7 +435,8 @@ def test_extras_that_are_plain_at_first_have_the_types_that_they_had(place: str,
 def test_a_table_of_the_state_keeps_its_default(place: str) -> None:
     for last in (2, 4):
         with hf.CheckpointCallback(place) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"table": defaultdict(lambda: np.zeros(2))})
+            fresh: dict[str, Any] = {"table": defaultdict(lambda: np.zeros(2))}
+            state, start = checkpoint.restore_or_initialize(fresh)
             for step in range(start, last):
                 state["table"][step] = state["table"][step - 2] + 1
                 checkpoint.on_step(step + 1, state)
