@@ -112,6 +112,10 @@ class TreeSource(Protocol):
             UnsupportedLeafError: A leaf cannot be read without running code; the error names it.
         """
 
+    def check_files(self) -> list[Problem]:
+        """Compare the checksums of the files; reading a leaf skips those that cover more than the leaf."""
+        return []
+
     def check_readable(self, leaves: Sequence[SavedLeaf]) -> None:
         """Raise the error that reading raises if some of the leaves are unreadable."""
         if self.unreadable:

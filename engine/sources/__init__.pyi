@@ -21,6 +21,7 @@ from .files import read_optional as read_optional
 from .files import refuse_leaves as refuse_leaves
 from .files import replacing as replacing
 from .files import total_bytes as total_bytes
+from .files import tree_to_convert as tree_to_convert
 from .merging import read_merged as read_merged
 from .native import NativeCheckpoint as NativeCheckpoint
 from .native import described_steps as described_steps

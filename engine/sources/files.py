@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..arrays import TreeSource, read_checked
-from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError, itemized
 from ..storage import TEMPORARY_PREFIX, Entry, Location
+from .protocol import CheckpointSource
 
 _JSON_LIMIT = 512 << 20  # maximum size of a JSON file in bytes
 
@@ -78,6 +79,14 @@ def last_bytes(location: Location, count: int) -> bytes:
     with location.open_data() as file:
         start = max(0, file.size - count)
         return file.read(start, file.size - start).tobytes()
+
+
+def tree_to_convert(checkpoint: CheckpointSource, item: str) -> TreeSource:
+    """Open a tree; raise DamagedCheckpointError if a checksum of its files differs, even one that no leaf compares."""
+    tree = checkpoint.tree(item)
+    if damage := [f"{problem.file}: {problem.what}" for problem in tree.check_files()]:
+        raise DamagedCheckpointError(itemized(f"{checkpoint.location} is damaged; convert another checkpoint:", damage))
+    return tree
 
 
 def refuse_leaves(source: TreeSource, target: str, problems: Sequence[str]) -> None:

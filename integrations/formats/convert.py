@@ -47,6 +47,7 @@ from ...engine.sources import (
     rooted,
     selected,
     shares_of,
+    tree_to_convert,
     without_placeholders,
     without_unreadable,
 )
@@ -242,7 +243,7 @@ def export_checkpoint(
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
         # Prefer the state item, because callbacks save extras in other items.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
-        inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
+        inside = rooted(tree_to_convert(checkpoint, checkpoint.only_tree(named)), root)
         tree, left_out = without_placeholders(selected(inside, select))
         left_out += tree.left_out
         _write_file(tree, target, to, overwrite, progress or NULL)
@@ -314,7 +315,7 @@ def _import(
         # An unnamed item gets the name that managers and callbacks expect.
         item = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
         if item_kind == TREE:
-            tree = checkpoint.tree(name)
+            tree = tree_to_convert(checkpoint, name)
             left_out += tree.left_out
             for without in (without_placeholders, without_unreadable):
                 tree, lines = without(tree)

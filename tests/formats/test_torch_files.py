@@ -273,6 +273,19 @@ def test_a_flipped_bit_in_a_tensor_is_seen(tmp_path: Path) -> None:
     assert {problem.leaf for problem in opened(path).verify()} == {"", "x"}
 
 
+def test_a_flipped_bit_in_a_part_of_a_storage_is_not_converted(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"x": torch.full((100,), 7, dtype=torch.uint8)[20:60]})  # the checksum is that of 100 bytes
+    flipped(path, path.read_bytes().index(b"\7" * 100) + 50)
+    with pytest.raises(
+        hf.DamagedCheckpointError, match=r"is damaged; convert another checkpoint:\n  x\.pt: data/0: expected"
+    ):
+        hf.import_checkpoint(path, tmp_path / "ours")
+    for to in ("safetensors", "torch", "dcp", "orbax"):
+        with pytest.raises(hf.DamagedCheckpointError, match="is damaged; convert another checkpoint"):
+            hf.export_checkpoint(path, tmp_path / "ours", to)
+    assert not (tmp_path / "ours").exists()
+
+
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:

@@ -31,6 +31,7 @@ from ....engine.sources import (
     open_at,
     selected,
     shares_of,
+    tree_to_convert,
 )
 from ....engine.steps import StepEntry
 from ....engine.storage import Location, Place, as_location
@@ -329,7 +330,9 @@ def _export(
     managed: bool,
 ) -> Sequence[TreeSource]:
     wanted = _wanted(source, item if select is None else source.only_tree(item))
-    trees = {name: selected(source.tree(name), select) for name, item_kind in wanted.items() if item_kind == TREE}
+    trees = {
+        name: selected(tree_to_convert(source, name), select) for name, item_kind in wanted.items() if item_kind == TREE
+    }
     plans = {name: OrbaxPlan(tree, in_place=False) for name, tree in trees.items()}
     # Per-process items have names such as loader/0, but Orbax item names cannot contain a slash.
     folders = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
