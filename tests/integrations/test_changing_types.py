@@ -433,6 +433,7 @@ def test_extras_that_are_plain_at_first_have_the_types_that_they_had(place: str,
 
 
 def test_a_table_of_the_state_keeps_its_default(place: str) -> None:
+    state: dict[str, Any]
     for last in (2, 4):
         with hf.CheckpointCallback(place) as checkpoint:
             fresh: dict[str, Any] = {"table": defaultdict(lambda: np.zeros(2))}
