@@ -350,21 +350,19 @@ def test_a_save_within_the_interval_is_left_out(place: str) -> None:
 
 
 def test_options_that_make_no_sense(place: str) -> None:
-    with pytest.raises(hf.errors.OptionError, match="step_counter"):
-        graph.CheckpointManager(graph.Checkpoint(), place, 1, checkpoint_interval=2)
-    with pytest.raises(hf.errors.OptionError, match="checkpoint_interval"):
-        graph.CheckpointManager(graph.Checkpoint(), place, 1, step_counter=graph.Value(), checkpoint_interval=0)
-    with pytest.raises(hf.errors.OptionError, match="max_to_keep"):
-        graph.CheckpointManager(graph.Checkpoint(), place, 0)
-    with pytest.raises(hf.errors.OptionError, match="hours"):
-        graph.CheckpointManager(graph.Checkpoint(), place, 1, 0)
-    wrong: Any = "3"
-    with pytest.raises(hf.errors.OptionError, match="hours"):
-        graph.CheckpointManager(graph.Checkpoint(), place, 1, wrong)
-    with pytest.raises(hf.errors.OptionError, match="checkpoint_interval"):
-        graph.CheckpointManager(graph.Checkpoint(), place, 1, step_counter=graph.Value(), checkpoint_interval=wrong)
-    with pytest.raises(hf.errors.OptionError, match="must be a Checkpoint"):
-        graph.CheckpointManager(wrong, place, 1)
+    step, wrong = graph.Value(), "3"
+    cases: list[tuple[Any, list[Any], dict[str, Any], str]] = [
+        (graph.Checkpoint(), [1], {"checkpoint_interval": 2}, "step_counter"),
+        (graph.Checkpoint(), [1], {"step_counter": step, "checkpoint_interval": 0}, "checkpoint_interval"),
+        (graph.Checkpoint(), [1], {"step_counter": step, "checkpoint_interval": wrong}, "checkpoint_interval"),
+        (graph.Checkpoint(), [0], {}, "max_to_keep"),
+        (graph.Checkpoint(), [1, 0], {}, "hours"),
+        (graph.Checkpoint(), [1, wrong], {}, "hours"),
+        (wrong, [1], {}, "must be a Checkpoint"),
+    ]
+    for checkpoint, limits, options, message in cases:
+        with pytest.raises(hf.errors.OptionError, match=message):
+            graph.CheckpointManager(checkpoint, place, *limits, **options)
     manager = graph.CheckpointManager(graph.Checkpoint(a=1), place, 1)
     with manager, pytest.raises(hf.errors.OptionError, match="'x' is not a whole number"):
         manager.save("x")
