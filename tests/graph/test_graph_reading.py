@@ -472,12 +472,6 @@ def test_a_flat_state_dict_is_a_tree_of_modules(place: str, tmp_path: Path) -> N
     assert {path: reader.get_tensor(path) for path in reader.get_variable_to_shape_map()} == odd
 
 
-def test_the_module_is_an_attribute_of_the_package() -> None:
-    assert getattr(hf, "graph") is graph  # noqa: B009 - type checkers want it imported by name
-    assert list(graph.__all__) == sorted(graph.__all__)
-    assert all(getattr(graph, name).__doc__ for name in graph.__all__)
-
-
 def test_lists_of_a_plain_tree(place: str) -> None:
     hf.save(place, {"history": [1.0, 2.0], "pairs": {"a": (1, 2)}, "named": {"x": 1}})
     checkpoint = graph.Checkpoint(history=[], pairs={}, named=[])
