@@ -197,15 +197,6 @@ def test_only_selected_leaves_are_read(place: str, assert_same: Same, stored: Ca
     assert_same(hf.load(place, select=["a", "c"]), {"a": tree["a"], "c": tree["c"]})
 
 
-def test_parts_with_a_checkpointer_and_a_manager(place: str, assert_same: Same) -> None:
-    checkpointer = hf.PyTreeCheckpointer()
-    checkpointer.save(f"{place}/one", TREE)
-    assert checkpointer.restore(f"{place}/one", select="step") == {"step": 7}
-    with hf.CheckpointManager(f"{place}/many") as manager:
-        manager.save(1, TREE)
-        assert manager.restore(1, restore_kwargs={"select": "opt/0/**"}) == {"opt": {0: {"mu": {"kernel": 1}}}}
-
-
 def test_few_of_many_leaves_need_a_small_part_of_the_index(tmp_path: Path, assert_same: Same) -> None:
     tree = {f"layer{number:05d}": {"w": np.full(3, number), "b": np.float32(number)} for number in range(10_000)}
     hf.save(tmp_path / "saved", tree)
