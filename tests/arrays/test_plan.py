@@ -49,7 +49,6 @@ SHAPES = st.lists(st.integers(0, 40), max_size=4).map(tuple)
 ITEMSIZES = st.sampled_from([1, 2, 8, 16, 5000])
 
 
-@settings(deadline=None)
 @given(SHAPES, ITEMSIZES, st.integers(4096, 40_000))
 def test_chunks_are_contiguous_even_and_small(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
     chunk = chunk_shape(shape, itemsize, limit)

@@ -174,8 +174,8 @@ def test_a_tenth_of_the_leaves_takes_a_tenth_of_the_reading(tmp_path: Path, asse
     assert reader.bytes_read <= 1.1 * sum(leaf.nbytes for leaf in reader.leaves)
 
 
-def test_thousands_of_small_leaves_on_many_devices(place: str) -> None:
-    tree = {f"leaf_{i}": np.arange(i, i + 8, dtype=np.float32) for i in range(1500)}
+def test_many_small_leaves_on_many_devices(place: str) -> None:
+    tree = {f"leaf_{i}": np.arange(i, i + 8, dtype=np.float32) for i in range(300)}
     save(place, tree)
     wanted = [sharding(layout) for layout in ("rows over 4", "replicated", "one device")]
     like = {name: jax.ShapeDtypeStruct((8,), np.float32, sharding=wanted[i % 3]) for i, name in enumerate(tree)}

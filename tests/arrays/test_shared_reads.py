@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.equality import assert_same
 from tests.processes.threads import together
@@ -321,7 +321,6 @@ ARRAYS = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(ARRAYS, max_size=6))
 def test_each_chunk_of_a_shared_array_is_read_once_by_a_process_of_the_team_of_all_that_want_it(
     drawn: list[tuple[list[int], list[int], list[int], int]],

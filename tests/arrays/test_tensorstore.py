@@ -136,6 +136,15 @@ def test_any_arrays(arrays: dict[str, Any]) -> None:
     as_location(place).remove_tree()
 
 
+def test_tensorstore_finds_a_flipped_bit(place: str, stored: Callable[[str], Any]) -> None:
+    hf.save(place, {"w": np.arange(3000.0)}, layout=SMALL)
+    files = stored(place)
+    content = files.read()["state/d/0"]
+    files.write("state/d/0", content[:9] + bytes([content[9] ^ 1]) + content[10:])
+    with pytest.raises(ValueError, match="mismatch"):
+        read(f"{place}/state", "w")
+
+
 # ---- what TensorStore writes
 
 CRC32C = {"name": "crc32c"}

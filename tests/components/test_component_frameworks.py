@@ -518,23 +518,6 @@ def test_containers_of_components_and_other_things(place: str) -> None:
     assert len(slots) == 2
 
 
-def test_what_components_share_is_saved_once(place: str) -> None:
-    class Pair(Checkpointable):
-        def __init__(self, shared: bool = True) -> None:
-            self.one = Statistics()
-            self.other = {"again": self.one if shared else Statistics()}
-
-    pair = Pair()
-    pair.one.total += 1
-    path = pair.save_to_path(place)
-    assert hf.load(path).keys() == {"state", "one"}
-    apart = Pair(shared=False)
-    report = apart.restore_from_path(path)
-    assert set(report.restored) == {"(root)", "one", "other/again"}
-    assert report.separate == (("other/again", "one"),)
-    assert apart.other["again"].total.tolist() == [1, 1]
-
-
 def test_names_of_components(place: str) -> None:
     class Named(Checkpointable):
         def __init__(self, names: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.processes.harness import Process, run_outcomes, run_processes
+from tests.processes.harness import Process, run_outcomes
 from torch import nn
 
 import holdfast as hf
@@ -119,11 +119,11 @@ def main(process: Process, directory: str) -> tuple[int, list[Any]]:
 
 
 def test_ppo_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    [(start, expected)] = run_processes(main, 1, str(tmp_path / "through"), backend="torch")
+    start, expected = main(Process(0, 1), str(tmp_path / "through"))
     assert start == 0
     assert len(expected[1]) == 8 * 3
     run_outcomes(main, 1, str(tmp_path / "killed"), backend="torch", kill=(0, "update 5"))
-    [(start, found)] = run_processes(main, 1, str(tmp_path / "killed"), backend="torch")
+    start, found = main(Process(0, 1), str(tmp_path / "killed"))
     assert start in (2, 4)
     assert found == expected
     trainer = Trainer.from_checkpoint(next((tmp_path / "killed").glob(f"{UPDATES}/*/checkpoint.json")).parent)

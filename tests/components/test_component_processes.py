@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.processes import threads
 from tests.processes.harness import Backend, Process, run_processes
-from tests.processes.threads import memory_coordinators
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -32,22 +30,7 @@ class Trainer(Checkpointable):
         self.index = index
 
 
-def together(work: Callable[[Coordinator], Any]) -> list[Any]:
-    """Runs a function on all processes; returns the result or error of each."""
-    found: list[Any] = [None] * COUNT
-
-    def run(index: int, one: Coordinator) -> None:
-        try:
-            found[index] = work(one)
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(memory_coordinators(COUNT))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+together = partial(threads.together, COUNT)
 
 
 def test_process_0_saves_for_all(tmp_path: Path) -> None:

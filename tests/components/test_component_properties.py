@@ -225,7 +225,6 @@ HOSTILE = st.recursive(
 
 
 @given(value=HOSTILE)
-@settings(max_examples=200)
 @example({"array": ["torch", "float32", [1], "AAAA"]})
 @example({"array": ["numpy", "float32", [0, 1 << 62], ""]})
 @example({"key": ["threefry2x32", "uint32", [2], "AAAAAAAAAAA="]})
@@ -253,7 +252,6 @@ def test_hostile_specs_are_data_or_refused(value: Any) -> None:
         min_size=1,
     )
 )
-@settings(max_examples=100)
 def test_hostile_descriptions(changes: dict[str, Any]) -> None:
     description = Description(type="a:B", constructor={"args": [], "kwargs": {}})
     body = decode_document(description.encode(), "component", source="")
@@ -265,7 +263,6 @@ def test_hostile_descriptions(changes: dict[str, Any]) -> None:
     text=st.text(st.sampled_from("ab./%*?[]F2 é"), max_size=8),
     known=st.lists(st.sampled_from(["a", "b", "a.b", "é"]), unique=True),
 )
-@settings(max_examples=200)
 def test_names_that_people_write(text: str, known: list[str]) -> None:
     paths = [(), *(named_path(name, None) for name in known)]
     with contextlib.suppress(hf.errors.OptionError):

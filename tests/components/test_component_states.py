@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections import deque
@@ -268,9 +267,8 @@ if __name__ == "__main__":
 
 def test_a_class_of_a_program_is_found_by_its_qualified_name(tmp_path: Path) -> None:
     (tmp_path / "train_policy_program.py").write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "train_policy_program.py", str(tmp_path / "saved")]
-    subprocess.run(command, cwd=tmp_path, check=True, env=environment, timeout=60)
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     sys.path.insert(0, str(tmp_path))
     try:
         import train_policy_program as program  # type: ignore[import-not-found]  # written above

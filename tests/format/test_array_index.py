@@ -113,7 +113,7 @@ def test_a_stretch_at_a_time(batch: int) -> None:
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=4),
         st.lists(st.integers(0, 12), max_size=3).map(tuple),
-        max_size=8,
+        max_size=4,
     ),
     st.integers(100, 5000),
 )

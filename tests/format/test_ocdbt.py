@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,26 +200,3 @@ def test_a_path_that_is_too_long_is_refused() -> None:
 def test_the_database_id_has_16_bytes() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         encode_entries(ONE, node_file=NODE_FILE, database_id=b"short", created_ns=0)
-
-
-def test_zarr_array_opens_as_documented(tmp_path: Path) -> None:
-    """The whole path: an array in a data file, its metadata inline, opened by URL on disk."""
-    from holdfast.engine.format import chunk_keys, crc32c, encode_array_metadata, metadata_keys
-
-    array = np.arange(12, dtype="<f4").reshape(3, 4)
-    content = array.tobytes() + crc32c(array.tobytes()).to_bytes(4, "little")
-    (chunk,) = chunk_keys("params.Dense_0.kernel", (1, 1))
-    manifest, nodes = encode(
-        make_entries(
-            {
-                chunk: ("d/0", 64, len(content)),
-                metadata_keys(["params.Dense_0.kernel"])[0]: encode_array_metadata((3, 4), "float32", (3, 4)),
-            }
-        )
-    )
-    (tmp_path / "d").mkdir()
-    for name, data in (("d/0", bytes(64) + content), (NODE_FILE, nodes), ("manifest.ocdbt", manifest)):
-        (tmp_path / name).write_bytes(data)
-    kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "path": "params.Dense_0.kernel/"}
-    opened = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
-    np.testing.assert_array_equal(opened.read().result(), array)

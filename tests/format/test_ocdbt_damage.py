@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import tracemalloc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.format.memory import at_most
 from tests.format.ocdbt_entries import are_equal, decode_database, encode_entries
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
@@ -63,18 +63,6 @@ def with_nodes(nodes: bytes, *, height: int = 0, length: int | None = None, offs
 
 def node(*fields: bytes) -> bytes:
     return encode_frame(NODE_MAGIC, b"".join(fields))
-
-
-@contextlib.contextmanager
-def limited_memory(limit: int = 4 << 20) -> Iterator[None]:
-    """Fails when more than `limit` bytes were in use at once."""
-    tracemalloc.start()
-    try:
-        yield
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < limit, f"{peak} bytes were taken"
 
 
 NO_FILES = b"\0"
@@ -172,7 +160,7 @@ HOSTILE_MANIFESTS = {
 
 @pytest.mark.parametrize("body", HOSTILE_MANIFESTS.values(), ids=HOSTILE_MANIFESTS)
 def test_hostile_manifests(body: bytes) -> None:
-    with pytest.raises(DamagedCheckpointError), limited_memory():
+    with at_most(), pytest.raises(DamagedCheckpointError):
         decode_database(encode_frame(MANIFEST_MAGIC, body), lambda *place: pytest.fail(f"{place} was read"))
 
 
@@ -221,7 +209,7 @@ HOSTILE_LEAVES = {
 
 @pytest.mark.parametrize("fields", HOSTILE_LEAVES.values(), ids=HOSTILE_LEAVES)
 def test_hostile_leaves(fields: tuple[bytes, ...]) -> None:
-    with pytest.raises(DamagedCheckpointError), limited_memory():
+    with at_most(), pytest.raises(DamagedCheckpointError):
         with_nodes(node(*fields)).decode()
 
 
@@ -245,7 +233,7 @@ HOSTILE_PARENTS = {
 @pytest.mark.parametrize("fields", HOSTILE_PARENTS.values(), ids=HOSTILE_PARENTS)
 def test_hostile_interior_nodes(fields: tuple[bytes, ...]) -> None:
     nodes = LEAF + node(b"\1", INDEX_FILE, *fields)
-    with pytest.raises(DamagedCheckpointError), limited_memory():
+    with at_most(), pytest.raises(DamagedCheckpointError):
         with_nodes(nodes, height=1, offset=SIZE).decode()
 
 
@@ -269,8 +257,8 @@ def test_a_leaf_that_is_used_many_times_does_not_fill_the_memory() -> None:
         previous, size = len(nodes), len(level)
         nodes += level
     assert len(nodes) < 10_000
-    with pytest.raises(DamagedCheckpointError, match="describes a database of more than"), limited_memory(32 << 20):
-        with_nodes(nodes, height=6, offset=previous, keys=64**6).decode(memory_limit=16 << 20)
+    with at_most(), pytest.raises(DamagedCheckpointError, match="describes a database of more than"):
+        with_nodes(nodes, height=6, offset=previous, keys=64**6).decode(memory_limit=2 << 20)
 
 
 def test_shared_key_prefixes_do_not_fill_the_memory() -> None:
@@ -281,7 +269,7 @@ def test_shared_key_prefixes_do_not_fill_the_memory() -> None:
     text = bytes(60_001) + b"".join(struct.pack(">I", n + (1 << 24)) for n in range(1, count))
     leaf = node(b"\0", NO_FILES, varints(count), prefixes, suffixes, text, bytes(2 * count))
     assert len(leaf) < 1 << 20
-    with pytest.raises(DamagedCheckpointError, match="its keys take more than"), limited_memory(32 << 20):
+    with at_most(32 << 20), pytest.raises(DamagedCheckpointError, match="its keys take more than"):
         with_nodes(leaf, keys=count).decode()
 
 
@@ -308,7 +296,6 @@ MANIFEST, NODES = encode_entries(ENTRIES, node_file="d/index", database_id=bytes
 @pytest.mark.parametrize(
     ("magic", "frame"), [(MANIFEST_MAGIC, MANIFEST), (NODE_MAGIC, NODES)], ids=["manifest", "node"]
 )
-@settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_bytes_with_valid_checksums_never_break_the_decoder(magic: int, frame: bytes, data: st.DataObject) -> None:
     body = bytearray(frame[14:-4])

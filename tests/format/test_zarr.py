@@ -1,4 +1,4 @@
-"""Array metadata and chunk keys, compared with TensorStore's zarr3 driver."""
+"""Array metadata and chunk keys: what is written is read, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import json
 from typing import Any
 
-import numpy as np
 import pytest
-import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
@@ -17,85 +15,13 @@ from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, H
 from holdfast.engine.format import (
     ArrayMetadata,
     chunk_keys,
-    crc32c,
     decode_array_metadata,
     dtype_from_name,
     encode_array_metadata,
     metadata_keys,
-    storage_dtype,
 )
 
 DATA_TYPES = [*ZARR_BUILT_IN, *ZARR_EXTENDED]
-SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-    ((), ()),
-    ((0,), (1,)),
-    ((3, 0, 2), (3, 1, 2)),
-    ((5,), (5,)),
-    ((5, 4), (2, 3)),
-    ((2, 3, 4), (1, 3, 4)),
-]
-
-
-def store(name: str, array: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> dict[bytes, bytes]:
-    """All keys and values of an array."""
-    data_type, dtype, _ = storage_dtype(array.dtype)
-    text = encode_array_metadata(array.shape, data_type, chunk_shape)
-    grid = tuple(-(-size // chunk) for size, chunk in zip(array.shape, chunk_shape, strict=True))
-    values = {metadata_keys([name])[0]: text}
-    for key, index in zip(chunk_keys(name, grid), np.ndindex(grid), strict=True):
-        chunk = np.zeros(chunk_shape, dtype)
-        part = array[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, chunk_shape, strict=True))]
-        chunk[tuple(slice(n) for n in part.shape)] = part
-        values[key] = chunk.tobytes() + crc32c(chunk.tobytes()).to_bytes(4, "little")
-    return values
-
-
-def open_array(name: str, values: dict[bytes, bytes]) -> Any:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://", context=context).result()
-    for key, value in values.items():
-        base.write(key, value).result()
-    path = f"{name}/" if name else ""
-    spec = {"driver": "zarr3", "kvstore": {"driver": "memory", "path": path}, "fill_missing_data_reads": False}
-    return ts.open(spec, context=context).result()
-
-
-@pytest.mark.parametrize(("shape", "chunk_shape"), SHAPES, ids=str)
-@pytest.mark.parametrize("data_type", DATA_TYPES)
-def test_tensorstore_reads_what_we_write(data_type: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> None:
-    dtype = dtype_from_name(data_type)
-    rng = np.random.default_rng(0)
-    if dtype.itemsize == 1:  # booleans and integers of two bits do not take arbitrary bytes
-        array = np.asarray(rng.integers(0, 2, shape)).astype(dtype)
-    else:
-        array = np.frombuffer(rng.bytes(max(1, int(np.prod(shape))) * dtype.itemsize), dtype)
-        array = array[: int(np.prod(shape))].reshape(shape)
-    opened = open_array("params.kernel", store("params.kernel", array, chunk_shape))
-    assert opened.dtype.numpy_dtype == dtype
-    assert opened.shape == shape
-    assert (opened.chunk_layout.read_chunk.shape or ()) == chunk_shape
-    assert opened.read().result().tobytes() == array.tobytes()
-
-
-def test_big_endian_arrays_are_stored_little_endian() -> None:
-    array = np.arange(6, dtype=">f4").reshape(2, 3)
-    opened = open_array("a", store("a", array, (2, 3)))
-    np.testing.assert_array_equal(opened.read().result(), array)
-
-
-def test_a_flipped_bit_in_a_chunk_is_found_by_tensorstore() -> None:
-    values = store("a", np.arange(4, dtype="f4"), (4,))
-    content = bytearray(values[b"a/c/0"])
-    content[2] ^= 1
-    opened = open_array("a", {**values, b"a/c/0": bytes(content)})
-    with pytest.raises(ValueError, match="mismatch"):
-        opened.read().result()
-
-
-def test_the_nameless_array() -> None:
-    array = np.arange(4, dtype="f4")
-    assert set(store("", array, (4,))) == {b"zarr.json", b"c/0"}
-    np.testing.assert_array_equal(open_array("", store("", array, (4,))).read().result(), array)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +139,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.sampled_from(sorted(WHOLE)), json_values)
 def test_any_value_is_understood_or_refused(member: str, value: object) -> None:
     with contextlib.suppress(HoldfastError):

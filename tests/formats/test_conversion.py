@@ -234,16 +234,6 @@ def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
     assert hf.load(tmp_path / "x")["x"].tolist() == [2, 2]
 
 
-def test_export_for_orbax_and_back(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ckpt", {"half": np.ones(3, jnp.bfloat16), "step": 3})
-
-    (done,) = export_checkpoint(tmp_path / "ckpt", tmp_path / "orbax", "orbax")
-    import_checkpoint(tmp_path / "orbax", tmp_path / "back")
-
-    assert (done.format, done.leaves) == ("orbax", 2)
-    assert_same(hf.load(tmp_path / "back"), hf.load(tmp_path / "ckpt"))
-
-
 @pytest.mark.parametrize(
     ("to", "name", "options", "message"),
     [

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.equality import assert_same
 from tests.processes.harness import Process, run_processes
+from tests.versions import older
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -133,54 +134,65 @@ def save_tensors(process: Process, folder: str) -> None:
     state = {"model": placed(process), "plain": torch.ones(2), "step": 7}
     cast("Any", dcp).save(state, checkpoint_id=f"{folder}/dcp")
     cast("Any", dcp).async_save(state, checkpoint_id=f"{folder}/async").result()
+    if not older("torch", "2.9"):  # without collectives, each has its own metadata, and a copy of what all have
+        own = {
+            "own": torch.full((2,), process.index),
+            "rng": process.index,
+            "any": (3, torch.ones(1))[process.index % 2],
+        }
+        state |= {"list": [1, "a"], **own}
+        cast("Any", dcp).save(state, checkpoint_id=f"{folder}/alone", use_collectives=False)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_tensors_that_several_processes_saved(tmp_path: Path, processes: int) -> None:
-    run_processes(save_tensors, processes, str(tmp_path), backend="torch")
+@pytest.fixture(scope="module", params=[2, 4], ids="{} processes".format)
+def tensors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    folder = tmp_path_factory.mktemp("tensors")
+    run_processes(save_tensors, request.param, str(folder), backend="torch")
+    return folder, request.param
 
+
+def test_tensors_that_several_processes_saved(tensors: tuple[Path, int]) -> None:
+    folder, processes = tensors
     for name in ("dcp", "async"):
-        found = loaded(tmp_path / name)
+        found = loaded(folder / name)
         assert all(np.array_equal(array, WHOLE) for array in found["model"].values())
         assert (found["plain"].tolist(), found["step"]) == ([1, 1], 7)
-        assert len(list((tmp_path / name).glob("*.distcp"))) == processes
+        assert len(list((folder / name).glob("*.distcp"))) == processes
 
 
 # ---- export
 
 
-def load_tensors(process: Process, folder: str) -> None:
-    state = {"model": {name: torch.zeros_like(one) for name, one in placed(process).items()}, "step": 0}
-    cast("Any", dcp).load(state, checkpoint_id=folder)
-    assert state["step"] == 7
-    for tensor in state["model"].values():  # type: ignore[attr-defined]
-        assert torch.equal(tensor.full_tensor(), torch.from_numpy(WHOLE))
+def load_tensors(process: Process, *folders: str) -> None:
+    for folder in folders:
+        state = {"model": {name: torch.zeros_like(one) for name, one in placed(process).items()}, "step": 0}
+        cast("Any", dcp).load(state, checkpoint_id=folder)
+        assert state["step"] == 7
+        for tensor in state["model"].values():  # type: ignore[attr-defined]
+            assert torch.equal(tensor.full_tensor(), torch.from_numpy(WHOLE))
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_an_export_is_loaded_by_torch_whole_and_in_shards(
-    tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if size == "large":
-        monkeypatch.setattr(format_module, "_ONE_FILE", 8)
+def test_an_export_is_loaded_by_torch_whole_and_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {**trained(), "model_with_shards": torch.from_numpy(WHOLE)}
     hf.save(tmp_path / "trained", {**state, "rate": 0.1})
     shards = dict.fromkeys(("rows", "columns", "both", "replicated"), WHOLE)
     hf.save(tmp_path / "shards", {"model": shards, "step": 7})
 
-    for name in ("trained", "shards"):
-        hf.export_checkpoint(tmp_path / name, tmp_path / "dcp" / name, "dcp")
-
-    files = {path.name for path in (tmp_path / "dcp" / "trained").iterdir()}
-    assert files >= {".metadata", "__0_0.distcp"}
-    assert (len(files) == 2) == (size == "small")
-    fresh = trained()
-    for tensor in fresh["model"].values():
-        tensor.zero_()
-    found = {**fresh, "model_with_shards": torch.zeros(7, 5), "rate": 0.0}
-    cast("Any", dcp).load(found, checkpoint_id=tmp_path / "dcp" / "trained")
-    assert_same(found, {**state, "rate": 0.1})
-    run_processes(load_tensors, 2, str(tmp_path / "dcp" / "shards"), backend="torch")
+    for size in ("one file", "several files"):
+        for name in ("trained", "shards"):
+            hf.export_checkpoint(tmp_path / name, tmp_path / size / name, "dcp")
+        files = {path.name for path in (tmp_path / size / "trained").iterdir()}
+        assert files >= {".metadata", "__0_0.distcp"}
+        assert (len(files) == 2) == (size == "one file")
+        fresh = trained()
+        for tensor in fresh["model"].values():
+            tensor.zero_()
+        found = {**fresh, "model_with_shards": torch.zeros(7, 5), "rate": 0.0}
+        cast("Any", dcp).load(found, checkpoint_id=tmp_path / size / "trained")
+        assert_same(found, {**state, "rate": 0.1})
+        monkeypatch.setattr(format_module, "_ONE_FILE", 8)
+    exports = (str(tmp_path / size / "shards") for size in ("one file", "several files"))
+    run_processes(load_tensors, 2, *exports, backend="torch")
 
 
 def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -195,21 +207,12 @@ def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Pa
     assert not (tmp_path / "dcp").exists()
 
 
-# ---- without collectives: each process has its own metadata, and a copy of what all have
+# ---- without collectives
 
 
-def save_alone(process: Process, folder: str) -> None:
-    common = {"model": placed(process), "plain": torch.ones(2), "step": 7, "list": [1, "a"]}
-    own = {"own": torch.full((2,), process.index), "rng": process.index, "any": (3, torch.ones(1))[process.index % 2]}
-    state = {**common, **own}
-    cast("Any", dcp).save(state, checkpoint_id=f"{folder}/dcp", use_collectives=False)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{} processes".format)
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    run_processes(save_alone, request.param, str(folder), backend="torch")
-    return folder / "dcp"
+@pytest.fixture
+def alone(tensors: tuple[Path, int]) -> Path:
+    return tensors[0] / "alone"
 
 
 @pytest.mark.needs("torch", "2.9")

@@ -64,6 +64,8 @@ def test_the_newest_step_is_loaded(run: Path) -> None:
     assert found["w"].tolist() == [12, 12, 12]
     assert hf.load(run / "ckpt_00000002")["step"] == 2
     assert hf.load(run / "ckpt_00000002" / "default")["step"] == 2
+    assert hf.load(run, item="default")["step"] == 12
+    assert hf.load(run, item="metrics") == {"loss": 6.0}
 
 
 def test_steps_are_listed_with_their_metrics(run: Path) -> None:
@@ -87,11 +89,6 @@ def test_a_step_is_described_and_verified(run: Path) -> None:
     assert hf.verify(run, 12).ok
     with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 3 here; it holds the steps 2, 12"):
         hf.verify(run, 3)
-
-
-def test_metrics_are_read_when_they_are_asked_for(run: Path) -> None:
-    assert hf.load(run, item="metrics") == {"loss": 6.0}
-    assert hf.load(run, item="default")["step"] == 12
 
 
 @pytest.mark.parametrize(
@@ -227,14 +224,6 @@ def test_the_checkpointers_of_version_one(tmp_path: Path) -> None:
     assert (sorted(found), found["model"]["w"].tolist()) == (["facts", "model", "other"], [1, 1])
     for item in ("facts", "other"):
         assert hf.load(tmp_path / "items", item=item) == found[item] == items[item]
-
-
-@pytest.mark.parametrize("kind", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
-def test_one_checkpoint_without_a_manager(tmp_path: Path, kind: Any) -> None:
-    with kind() as checkpointer:
-        checkpointer.save(tmp_path / "one", state(6))
-    assert hf.load(tmp_path / "one")["step"] == 6
-    assert hf.verify(tmp_path / "one").ok
 
 
 def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:

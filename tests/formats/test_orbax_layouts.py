@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats import orbax_files
 from tests.formats.orbax_files import DIRECTORIES, copied, edit, ocp, save
@@ -325,7 +325,6 @@ def boxes(draw: st.DrawFn) -> list[Box]:
     return found
 
 
-@settings(deadline=None, max_examples=100)
 @given(boxes())
 def test_every_box_is_cut_out_of_what_is_read(wanted: list[Box]) -> None:
     regions = gather(wanted)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.formats.tensorflow_writer import (
     FLOAT,
@@ -79,7 +79,6 @@ def test_snappy_that_is_damaged(stream: bytes) -> None:
 
 
 @given(st.binary(max_size=40))
-@settings(deadline=None, max_examples=200)
 def test_anything_at_all(content: bytes) -> None:
     for read in (uncompress, read_table, lambda data: list(fields(data))):
         try:

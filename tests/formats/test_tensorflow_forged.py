@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import struct
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.format.memory import at_most
 from tests.formats.tensorflow_writer import (
     BOOL,
     FLOAT,
@@ -40,17 +39,6 @@ from holdfast.integrations.formats.tensorflow.tree import BundleTree
 from holdfast.integrations.graph.stored import open_graph
 
 FIXTURES = Path(__file__).parent / "tensorflow"
-
-
-@contextlib.contextmanager
-def at_most(allowed: int) -> Iterator[None]:
-    """Asserts that the block needs less memory than this, in bytes."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < allowed
-    finally:
-        tracemalloc.stop()
 
 
 # ---- what is refused, or left out

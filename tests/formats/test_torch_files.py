@@ -387,10 +387,6 @@ def tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], c
     return buffer.getvalue()
 
 
-def test_forged_tensors(tmp_path: Path) -> None:
-    assert loaded(archive(tmp_path, tensor_pickle(0, (4, 4), (4, 1))))["x"].shape == (4, 4)
-
-
 FORGED: dict[str, Any] = {
     "past the end": (1, (4, 4), (4, 1)),
     "before": (-1, (4,), (1,)),
@@ -407,6 +403,7 @@ FORGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("numbers", FORGED.values(), ids=FORGED)
 def test_forged_tensors_are_refused(tmp_path: Path, numbers: Any) -> None:
+    assert loaded(archive(tmp_path, tensor_pickle(0, (4, 4), (4, 1))))["x"].shape == (4, 4)
     with pytest.raises(hf.DamagedCheckpointError):
         loaded(archive(tmp_path, tensor_pickle(*numbers)))
 

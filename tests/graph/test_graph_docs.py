@@ -7,11 +7,9 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.documents.examples import Examples
 
-import holdfast as hf
 from holdfast import graph
 
 
@@ -48,9 +46,3 @@ def test_the_names_for_users_of_tensorflow_exist() -> None:
     }
     for kind, listed in methods.items():
         assert [name for name in listed.split() if not hasattr(kind, name)] == []
-
-
-def test_a_shape_that_differs_stays_an_error_in_a_partial_restore(tmp_path: Path) -> None:
-    path = graph.Checkpoint(weight=np.zeros(2), bias=np.zeros(1)).save(tmp_path / "ckpt")
-    with pytest.raises(hf.TreeMismatchError, match="weight"):
-        graph.Checkpoint(weight=np.ones(3)).restore(path, partial=True)

@@ -112,7 +112,7 @@ def test_cycles_and_long_chains_are_fine(forge: Callable[[Change], str]) -> None
     def change(document: Document) -> None:
         nodes = document["nodes"]
         first = len(nodes)
-        nodes.extend({"edges": {"next": first + number + 1, "up": 0}} for number in range(50_000))
+        nodes.extend({"edges": {"next": first + number + 1, "up": 0}} for number in range(10_000))
         nodes.append({"edges": {"next": first, "self": len(nodes)}})
         nodes[0]["edges"]["chain"] = first
 

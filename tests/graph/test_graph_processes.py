@@ -76,13 +76,12 @@ def train(process: Process, directory: str) -> Any:
     return started, by_hand, manager.checkpoints, net.weight.detach().numpy().tobytes()
 
 
-@pytest.mark.parametrize("count", [2])
-def test_processes_save_together_and_go_on(tmp_path: Path, count: int) -> None:
-    first = run_processes(train, count, str(tmp_path), backend="torch")
+def test_processes_save_together_and_go_on(tmp_path: Path) -> None:
+    first = run_processes(train, 2, str(tmp_path), backend="torch")
     assert {found[:2] for found in first} == {(None, str(tmp_path / "hand-4"))}
     assert all(found[2] == [str(tmp_path / "run" / f"ckpt-{number}") for number in (2, 3)] for found in first)
     assert hf.verify(tmp_path / "run").ok
-    again = run_processes(train, count, str(tmp_path), backend="torch")
+    again = run_processes(train, 2, str(tmp_path), backend="torch")
     assert {found[0] for found in again} == {str(tmp_path / "run" / "ckpt-3")}
     reader = graph.load_checkpoint(tmp_path / "run")
     assert reader.get_tensor("step") == 6

@@ -79,8 +79,3 @@ def test_values_of_tensorflow_go_into_torch_and_nnx() -> None:
     checkpoint = graph.Checkpoint(net=graph.Node(l1=linear))
     checkpoint.read(FIXTURES / "guide", rename={"net/l1/_kernel": "net/l1/kernel"}, select="net/**").assert_consumed()
     np.testing.assert_array_equal(linear.kernel[...], kernel)
-
-
-def test_the_newest_of_a_directory() -> None:
-    assert graph.latest_checkpoint(FIXTURES / "guide") == str(FIXTURES / "guide" / "ckpt-5")
-    assert graph.latest_checkpoint(FIXTURES) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import subprocess
 import threading
@@ -14,20 +15,15 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import DataReader, Location, Segment, as_location
+from holdfast.engine.storage import Buffer, DataReader, Location, Segment, aligned_empty, as_location
 from holdfast.engine.storage import local as local_storage
+from holdfast.engine.storage.buffers import HUGE_PAGE, PAGE, BlockPool, round_up
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
-
-
-import gc
-
-from holdfast.engine.storage import Buffer, aligned_empty
-from holdfast.engine.storage.buffers import HUGE_PAGE, PAGE, BlockPool, round_up
 
 MIB = 1 << 20
 SIZE = 11 * MIB + 123

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -42,19 +41,25 @@ def test_one_item_takes_no_thread() -> None:
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_an_interrupt_waits_for_the_helpers() -> None:
-    barrier = threading.Barrier(2, timeout=10)
-    ended = []
+def test_an_interrupt_waits_for_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier, join, ended = threading.Barrier(2, timeout=10), Helper.join, []
+    waits = before, after = threading.Event(), threading.Event()  # the calling thread waits, and again when interrupted
+    begun = iter(waits)
+
+    def joins(helper: Helper, timeout: float | None = None) -> None:
+        next(begun).set()
+        join(helper, timeout)
 
     def work(_: int) -> None:
         barrier.wait()
         if threading.current_thread() is threading.main_thread():
             return
-        time.sleep(0.2)  # the calling thread waits for this one meanwhile
+        before.wait(10)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+        assert after.wait(10)
         ended.append(True)
 
+    monkeypatch.setattr(Helper, "join", joins)
     with pytest.raises(KeyboardInterrupt):
         parallel_map(work, range(2), 2)
     assert ended

@@ -9,7 +9,6 @@ import pytest
 import tensorstore
 
 from holdfast.engine import errors
-from holdfast.engine.storage import as_location
 from holdfast.engine.storage.status import OS_ERRORS, STATUSES, map_os_error, map_status, os_errors
 
 # https://github.com/abseil/abseil-cpp/blob/master/absl/status/status.h, all but OK.
@@ -112,9 +111,3 @@ def test_an_error_that_tensorstore_raises() -> None:
     with pytest.raises(ValueError, match="NOT_FOUND") as caught:
         tensorstore.open({"driver": "zarr3", "kvstore": {"driver": "memory"}}).result()
     assert type(map_status(caught.value, "memory://", "open")) is errors.ObjectNotFoundError
-
-
-def test_an_error_of_a_real_operation() -> None:
-    store = as_location("memory://statuses") / "object"
-    with pytest.raises(errors.ObjectNotFoundError, match="memory://statuses/object"):
-        store.read_bytes()
