@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
+import fcntl
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -444,7 +443,7 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
         watching: Any = Watching(coordinator, tmp_path)
         several = hf.CheckpointManager(tmp_path, options=options, coordinator=watching, clock=clock)
         saved = []
-        for step in range(1, 1001):
+        for step in range(1, 401):
             clock.time += clock.tick
             if several.save(step, {"x": np.zeros(3)}):
                 saved.append(step)
@@ -454,8 +453,8 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
     results = unwrap(together(2, run))
     saved = results[0][0]
     assert results[1][0] == saved
-    assert [later - earlier for earlier, later in zip([0, *saved], saved, strict=False)] == [100] * 10
-    assert all(waits < 20 * len(saved) for _, waits in results)  # much less than one for each of the 1,000 steps
+    assert [later - earlier for earlier, later in zip([0, *saved], saved, strict=False)] == [100] * 4
+    assert all(waits < 20 * len(saved) for _, waits in results)  # much less than one for each of the 400 steps
 
 
 def test_the_best_is_that_of_process_0(tmp_path: Path) -> None:
@@ -560,20 +559,11 @@ def test_a_directory_of_another_run_is_refused_everywhere(tmp_path: Path) -> Non
             several.acquire()
         return str(caught.value)
 
-    script = [
-        "import sys, time, holdfast as hf",
-        "manager = hf.CheckpointManager(sys.argv[1])",
-        "manager.acquire()",
-        "print('held', flush=True)",
-        "time.sleep(60)",
-    ]
-    command = [sys.executable, "-c", "\n".join(script), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with (tmp_path / "owner.json").open("w") as file:  # as another process holds it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        print('{"pid": 7, "host": "elsewhere"}', file=file, flush=True)
         results = unwrap(together(2, run))
-        holder.kill()
-    assert all(f"process {holder.pid} on" in text for text in results)
+    assert all("process 7 on elsewhere" in text for text in results)
 
 
 def test_the_store_does_not_fill_up(tmp_path: Path) -> None:
