@@ -454,7 +454,7 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
         found = []
         with hf.CheckpointManager(tmp_path, options=options, coordinator=coordinator, clock=clock) as manager:
             manager.acquire()
-            for step in range(1, 301):
+            for step in range(1, 131):
                 clock.sleep(10 if coordinator.process_index == 0 else 1000)
                 decision = manager.decide(step)
                 if decision:
@@ -465,7 +465,7 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
 
     one, *others = together(3, run)
     assert others == [one, one]
-    assert [step for step, _ in one] == [43, 86, 129, 172, 215, 258]
+    assert [step for step, _ in one] == [43, 86, 129]
     assert one[0][1] == "every 7m8s, learned"
 
 
