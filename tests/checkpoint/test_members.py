@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clocks import FakeClock
 from tests.events import heard
 from tests.processes.threads import together, unwrap
 
@@ -426,25 +427,14 @@ def test_a_process_that_does_not_come(tmp_path: Path) -> None:
 
 
 def test_time_is_that_of_process_0(tmp_path: Path) -> None:
-    class Ticking:
-        def __init__(self, tick: float) -> None:
-            self.time = 0.0
-            self.tick = tick
-
-        def now(self) -> float:
-            return 1e9 + self.time
-
-        def monotonic(self) -> float:
-            return self.time
-
     def run(coordinator: Coordinator) -> Any:
-        clock = Ticking(1.0 if coordinator.process_index == 0 else 3.7)
+        clock = FakeClock()
         options = hf.CheckpointManagerOptions(save_interval_steps=None, save_interval_secs=100, barrier_timeout_secs=10)
         watching: Any = Watching(coordinator, tmp_path)
         several = hf.CheckpointManager(tmp_path, options=options, coordinator=watching, clock=clock)
         saved = []
         for step in range(1, 401):
-            clock.time += clock.tick
+            clock.sleep(1.0 if coordinator.process_index == 0 else 3.7)
             if several.save(step, {"x": np.zeros(3)}):
                 saved.append(step)
         several.close()
