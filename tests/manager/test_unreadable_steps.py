@@ -198,13 +198,9 @@ def test_an_older_step_that_cannot_be_read_does_not_matter(run: Path, disk: Brok
     assert hf.load(run)["step"] == 4
 
 
-class Killed(BaseException):
-    """The program is gone."""
-
-
 def test_a_replacement_was_killed_and_then_the_record_is_damaged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*_: Any, **options: Any) -> None:
-        raise Killed
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(hf.storage.Location, "write_data_files", dies)
@@ -212,7 +208,7 @@ def test_a_replacement_was_killed_and_then_the_record_is_damaged(run: Path, monk
         patch.setattr(PendingCheckpoint, "abort", lambda self, error=None: self.leave())
         killed = hf.CheckpointManager(run, hf.PyTreeCheckpointer())
         killed.restore(3)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             killed.save(3, {"step": 4}, force=True)
     assert (run / "3/checkpoint.partial").exists()
     (run / "3/checkpoint.json").write_bytes(b"{")
