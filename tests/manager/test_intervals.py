@@ -52,7 +52,6 @@ def saved(time: float, run: str = "a", *, blocked: float = 0.1, total: float = 0
         ("auto 30s to 2h", LearnedInterval(30, 2 * HOUR)),
         ("auto  90 to 1h30m", LearnedInterval(90, 1.5 * HOUR)),
         ("auto 5m to 5m", LearnedInterval(300, 300)),
-        ("15m", Every(secs=900)),
     ],
 )
 def test_the_option(value: str, trigger: object) -> None:
@@ -90,9 +89,6 @@ def killed(times: int, every: float, **numbers: float) -> list[dict[str, Any]]:
         found += [event("started", began, run), event("restored", began + 4, run, step=number)]
         found += [saved(began + share * every, run, **numbers) for share in (0.5, 1)]
     return found
-
-
-DAYS = [event("started", 0), *(saved(day * DAY) for day in range(1, 11))]
 
 
 @pytest.mark.parametrize(
