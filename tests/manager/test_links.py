@@ -131,13 +131,18 @@ def test_a_run_behind_a_link_goes_on(tmp_path: Path) -> None:
     np.testing.assert_array_equal(hf.load(tmp_path / "disk" / "one")["w"], tree(2)["w"])
 
 
+def folder(place: Path, outside: Path) -> None:
+    place.mkdir()
+    (place / "4.1.json").write_text("{}")
+
+
 IN_THE_WAY: dict[str, Callable[[Path, Path], object]] = {
     "link to file": lambda place, outside: place.symlink_to(outside / "precious.json"),
     "link to folder": lambda place, outside: place.symlink_to(outside),
     "link to nothing": lambda place, outside: place.symlink_to(outside / "nothing"),
     "link to device": lambda place, outside: place.symlink_to("/dev/zero"),
     "pipe": lambda place, outside: os.mkfifo(place),
-    "folder": lambda place, outside: (place.mkdir(), (place / "4.1.json").write_text("{}")),
+    "folder": folder,
 }
 OURS = (
     "owner.json",

@@ -83,13 +83,13 @@ def test_what_the_caller_says(tmp_path: Path) -> None:
         with pytest.raises(hf.errors.OptionError, match="saves the items policy, replay; given: replay"):
             run.save(40, {"replay": state(40)["replay"]})
     assert steps_with(tmp_path, "replay") == [20, 30]
-    for options, message in (
-        ({"item_intervals": {"buffer": 5}}, "item_intervals names buffer"),
-        ({"item_intervals": {"policy": 5, "replay": 5}}, "names every item"),
-        ({"item_intervals": {"replay": 0}}, "must be a dictionary of whole numbers"),
+    for intervals, message in (
+        ({"buffer": 5}, "item_intervals names buffer"),
+        ({"policy": 5, "replay": 5}, "names every item"),
+        ({"replay": 0}, "must be a dictionary of whole numbers"),
     ):
         with pytest.raises(hf.errors.OptionError, match=message):
-            manager(tmp_path, **options)
+            manager(tmp_path, item_intervals=intervals)
     options_from_document(options_document(hf.CheckpointManagerOptions(item_intervals={"replay": 5})))
 
 
