@@ -529,22 +529,18 @@ def test_a_template_that_does_not_fit_on_one_process(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as alone:
         alone.save(1, tree(1))
 
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
-        template = {"only": 1} if coordinator.process_index == 1 else tree()
+    def run(several: hf.CheckpointManager, process: int) -> Any:
         with pytest.raises((hf.TreeMismatchError, hf.errors.PeerFailedError)) as caught:
-            several.restore_latest(template)
-        several.close()
+            several.restore_latest({"only": 1} if process == 1 else tree())
         return type(caught.value), str(caught.value)
 
-    results = unwrap(together(2, run))
+    results = played(2, tmp_path, run)
     assert [kind for kind, _ in results] == [hf.errors.PeerFailedError, hf.TreeMismatchError]
     assert "process 1" in results[0][1]
 
 
 def test_a_directory_of_another_run_is_refused_everywhere(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
+    def run(several: hf.CheckpointManager, process: int) -> str:
         with pytest.raises((hf.errors.OwnershipError, hf.errors.PeerFailedError)) as caught:
             several.acquire()
         return str(caught.value)
@@ -552,7 +548,7 @@ def test_a_directory_of_another_run_is_refused_everywhere(tmp_path: Path) -> Non
     with (tmp_path / "owner.json").open("w") as file:  # as another process holds it
         fcntl.flock(file, fcntl.LOCK_EX)
         print('{"pid": 7, "host": "elsewhere"}', file=file, flush=True)
-        results = unwrap(together(2, run))
+        results = played(2, tmp_path, run)
     assert all("process 7 on elsewhere" in text for text in results)
 
 
