@@ -464,7 +464,7 @@ def test_nobody_saves_a_step_into_the_run_of_another_process(
                 hf.errors.OwnershipError, match=rf"{name}: a run is writing to .*process {process.pid} on"
             ):
                 act()
-        with pytest.raises(hf.errors.OwnershipError, match=f"process {process.pid} on"):
+        with pytest.raises(hf.errors.OwnershipError, match=rf"run: another run is writing .*process {process.pid} on"):
             hf.copy_checkpoint(tmp_path / "other", run)
         message = error_of(capsys, "cp", single, run / "8", status=1)
         assert f"run is writing to {run}" in message
