@@ -251,7 +251,7 @@ def test_a_run_that_is_killed_before_it_saves_gets_on() -> None:
 TIMES = st.floats(0.001, 1e5)
 
 
-@given(st.floats(1, 1e4), st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 50), st.floats(1, 1e6))
+@given(st.floats(1, 1e4), st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 20), st.floats(1, 1e6))
 def test_the_interval_stays_in_its_bounds(
     one: float, other: float, blocked: float, total: float, failures: int, every: float
 ) -> None:
@@ -261,7 +261,7 @@ def test_the_interval_stays_in_its_bounds(
         assert learned.least <= learned.interval_secs <= learned.greatest
 
 
-@given(st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 50), st.integers(1, 5))
+@given(st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 20), st.integers(1, 5))
 def test_more_failures_shorten_it_and_dearer_saves_lengthen_it(
     every: float, blocked: float, more: float, failures: int, further: int
 ) -> None:
