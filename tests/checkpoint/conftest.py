@@ -15,22 +15,21 @@ from holdfast.engine.arrays.snapshot import KnownTree
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk works as well, and takes longer
-    with tempfile.TemporaryDirectory(dir=memory) as place, monkeypatch.context() as patch:
-        made = Disk(Path(place, "root"), Path(place, "graveyard"))
-        made.root.mkdir()
-        made.graveyard.mkdir()
-        made.install(patch)
-        yield made
-        made.recover()
-
-
-@pytest.fixture
 def root() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk works as well, and takes longer
     with tempfile.TemporaryDirectory(dir=memory) as place:
         yield Path(place)
+
+
+@pytest.fixture
+def disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    made = Disk(root / "root", root / "graveyard")
+    made.root.mkdir()
+    made.graveyard.mkdir()
+    with monkeypatch.context() as patch:
+        made.install(patch)
+        yield made
+        made.recover()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import HeldHandler
 
 import holdfast as hf
 
@@ -338,33 +339,18 @@ def test_async_errors_are_told_once_and_the_next_save_happens(tmp_path: Path, mo
     assert not (tmp_path / "one").exists()
 
 
-def until_saved(checkpointer: hf.AsyncCheckpointer) -> None:
-    """Waits as long as it takes, with a checkpointer whose waits are short."""
-    while True:
-        with contextlib.suppress(hf.SaveFailedError):
-            return checkpointer.wait_until_finished()
-
-
 def test_async_timeout_names_the_path(tmp_path: Path) -> None:
-    go = threading.Event()
-
-    class Hanging(AsyncTextFiles):
-        async def async_save(
-            self, directory: hf.storage.Location, item: Any, **kwargs: Any
-        ) -> list[hf.handlers.SaveFuture]:
-            class Future:
-                def result(self, timeout: float | None = None) -> None:
-                    assert go.wait(30)
-
-            return [Future()]
-
-    checkpointer = hf.AsyncCheckpointer(Hanging(), timeout_secs=0.01)
-    checkpointer.save(tmp_path / "one", None)
+    handler = HeldHandler()
+    handler.snapshot.set()
+    checkpointer = hf.AsyncCheckpointer(handler, timeout_secs=0.01)
+    checkpointer.save(tmp_path / "one", {"a": 1})
     with pytest.raises(hf.SaveFailedError, match=f"{tmp_path}/one is still not saved after 0.01 s"):
         checkpointer.wait_until_finished()
-    go.set()
-    until_saved(checkpointer)
+    handler.written.set()
+    while checkpointer._save.running:
+        pass
     checkpointer.close()
+    assert hf.load(tmp_path / "one") == {"a": 1}
 
 
 @pytest.mark.parametrize("item", [None, True, 3, 1.5, "text", [1, [2, {}]], {"a": {"b": [None]}}], ids=str)

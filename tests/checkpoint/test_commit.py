@@ -7,8 +7,6 @@ import errno
 import fcntl
 import itertools
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +36,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[hf.storage
     location = hf.storage.as_location(tmp_path / "ckpt" if local else f"memory://commit/{uuid.uuid4().hex}/ckpt")
     yield location
     location.remove_tree()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> hf.storage.Location:
+    return hf.storage.as_location(tmp_path / "ckpt")
 
 
 @pytest.fixture
@@ -102,7 +105,9 @@ def test_a_save_that_is_given_up(place: hf.storage.Location, old: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["full", "goes on"])
-def test_a_disk_that_takes_a_part_of_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_a_disk_that_takes_a_part_of_the_marker(
+    on_disk: hf.storage.Location, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     real = os.pwrite
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
@@ -113,10 +118,9 @@ def test_a_disk_that_takes_a_part_of_the_marker(tmp_path: Path, monkeypatch: pyt
         return real(descriptor, data[:9], offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    place = hf.storage.as_location(tmp_path / "ckpt")
     with pytest.raises(hf.errors.StorageFullError) if fails else contextlib.nullcontext():
-        hf.save(place, {"step": 7})
-    assert hf.verify(place).ok if not fails else not place.exists()
+        hf.save(on_disk, {"step": 7})
+    assert hf.verify(on_disk).ok if not fails else not on_disk.exists()
 
 
 def test_replace(place: hf.storage.Location) -> None:
@@ -180,46 +184,6 @@ def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.storage
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item/file", "item/state"]}')
     assert not sweep(place)
     assert content(place) == "one"
-
-
-def test_two_saves_to_one_path(tmp_path: Path) -> None:
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    first = begin(place)
-    record = write(first, "one")
-    with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
-        begin(place)
-    first.commit(record)
-    replacing = begin(place, overwrite=True)
-    record = write(replacing, "two")
-    with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
-        begin(place, overwrite=True)
-    replacing.leave()
-    commit(place, "three", overwrite=True)
-    assert content(place) == "three"
-    assert len(names(place)) == 2
-
-
-def test_the_workers_of_a_killed_save_do_not_keep_its_lock(tmp_path: Path) -> None:
-    program = """
-import os, sys
-from holdfast.engine.checkpoint import commit_protocol
-from holdfast.engine.storage import as_location
-place = as_location(sys.argv[1])
-pending = commit_protocol(place)(place, ["item"], overwrite=False)
-pending.begin()
-if os.fork() == 0:
-    print("a worker", flush=True)
-    sys.stdin.read()
-os._exit(0)
-"""
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    command = [sys.executable, "-c", program, str(place)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"a worker\n"
-        other.wait()
-        commit(place, "two")
-    assert content(place) == "two"
 
 
 real_open = os.open
@@ -296,12 +260,11 @@ def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.storage.Location) -
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) -> None:
+def test_saves_that_begin_at_the_same_moment(on_disk: hf.storage.Location, overwrite: bool) -> None:
     """As processes that are not connected do."""
-    place = hf.storage.as_location(tmp_path / "ckpt")
     if overwrite:
-        commit(place, "none")
-    first, second, third = (begin(place, overwrite=overwrite) for _ in range(3))
+        commit(on_disk, "none")
+    first, second, third = (begin(on_disk, overwrite=overwrite) for _ in range(3))
     record = write(first, "one")
     with pytest.raises(hf.errors.StorageConflictError, match="connect them"):
         second.begin()
@@ -310,8 +273,8 @@ def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) ->
     with pytest.raises(hf.errors.StorageConflictError):
         third.begin()
     third.abort()
-    assert content(place) == "one"
-    assert len(names(place)) == 2
+    assert content(on_disk) == "one"
+    assert len(names(on_disk)) == 2
 
 
 def test_delete(place: hf.storage.Location) -> None:
@@ -321,46 +284,42 @@ def test_delete(place: hf.storage.Location) -> None:
     delete_checkpoint(place)
 
 
-@pytest.mark.parametrize(
-    ("left", "swept"),
-    [
-        pytest.param({"checkpoint.partial": "{}", "item/file": "x"}, [], id="a save that did not end"),
-        pytest.param({"checkpoint.partial": ""}, [], id="a marker that was cut short"),
-        pytest.param({"checkpoint.deleted": "{}", "item/file": "x"}, [], id="a deletion that did not end"),
-        pytest.param({"item/file": "x"}, ["item"], id="a folder that is not ours"),
-        pytest.param({"file": "x"}, ["file"], id="a file that is not ours"),
-        pytest.param({".holdfast-0123": "x"}, [".holdfast-0123"], id="not ours without a record"),
-    ],
-)
-def test_sweep_without_a_record(place: hf.storage.Location, left: dict[str, str], swept: list[str]) -> None:
-    for name, text in left.items():
-        folder = (place / name).parent
-        folder.make_directory()
-        (place / name).write_bytes(text.encode())
-    assert sweep(place) is (swept == [])
-    assert names(place) == swept
+WHOLE = ["checkpoint.json", "item"]
 
 
 @pytest.mark.parametrize(
-    ("left", "swept"),
+    ("there", "left", "stays"),
     [
-        pytest.param({}, [], id="nothing"),
-        pytest.param({"checkpoint.partial": '{"folders": ["item.1"]}', "item.1/file": "x"}, [], id="a replacement"),
-        pytest.param({"checkpoint.partial": '{"folders": ["item"]}'}, [], id="what is committed stays"),
-        pytest.param({"checkpoint.partial": '{"folders": ["../other", 3]}'}, [], id="a marker that leads elsewhere"),
-        pytest.param({"checkpoint.partial": "[1"}, [], id="a marker that was cut short"),
-        pytest.param({".holdfast-0123": "x"}, [], id="a record that was not renamed"),
-        pytest.param({"notes.txt": "x", "checkpoint.partial": "{}"}, ["notes.txt"], id="a file of the user"),
+        pytest.param([], {"checkpoint.partial": "{}", "item/file": "x"}, [], id="a save that did not end"),
+        pytest.param([], {"checkpoint.partial": ""}, [], id="a marker that was cut short"),
+        pytest.param([], {"checkpoint.deleted": "{}", "item/file": "x"}, [], id="a deletion that did not end"),
+        pytest.param([], {"item/file": "x"}, ["item"], id="a folder that is not ours"),
+        pytest.param([], {"file": "x"}, ["file"], id="a file that is not ours"),
+        pytest.param([], {".holdfast-0123": "x"}, [".holdfast-0123"], id="not ours without a record"),
+        pytest.param(WHOLE, {}, [], id="a record"),
+        pytest.param(
+            WHOLE, {"checkpoint.partial": '{"folders": ["item.1"]}', "item.1/file": "x"}, [], id="a replacement"
+        ),
+        pytest.param(WHOLE, {"checkpoint.partial": '{"folders": ["item"]}'}, [], id="what is committed stays"),
+        pytest.param(
+            WHOLE, {"checkpoint.partial": '{"folders": ["../other", 3]}'}, [], id="a marker that leads elsewhere"
+        ),
+        pytest.param(WHOLE, {"checkpoint.partial": "[1"}, [], id="a marker beside a record that was cut short"),
+        pytest.param(WHOLE, {".holdfast-0123": "x"}, [], id="a record that was not renamed"),
+        pytest.param(WHOLE, {"notes.txt": "x", "checkpoint.partial": "{}"}, ["notes.txt"], id="a file of the user"),
     ],
 )
-def test_sweep_beside_a_record(place: hf.storage.Location, left: dict[str, str], swept: list[str]) -> None:
-    commit(place, "one")
+def test_what_a_sweep_leaves(
+    place: hf.storage.Location, there: list[str], left: dict[str, str], stays: list[str]
+) -> None:
+    if there:
+        commit(place, "one")
     for name, text in left.items():
         (place / name).parent.make_directory()
         (place / name).write_bytes(text.encode())
-    assert not sweep(place)
-    assert sorted(names(place)) == sorted(["checkpoint.json", "item", *swept])
-    assert content(place) == "one"
+    assert sweep(place) is (not there and not stays)
+    assert sorted(names(place)) == sorted([*there, *stays])
+    assert not there or content(place) == "one"
 
 
 READS_AND_CHANGES = ("entries", "read_bytes", "write_bytes", "rename", "remove", "remove_tree")
@@ -532,26 +491,25 @@ def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -
     ],
 )
 def test_a_save_that_begins_beside_a_removal(
-    tmp_path: Path, remove: Callable[[hf.storage.Location], object], left: list[str]
+    on_disk: hf.storage.Location, remove: Callable[[hf.storage.Location], object], left: list[str]
 ) -> None:
     """At any moment of it, and ends at any later one: the save is refused, or all of it stays."""
-    place = hf.storage.as_location(tmp_path / "ckpt")
     refusals = 0
 
     def attempt(first: int, last: int) -> tuple[bool, bool]:
         """Return whether the save has begun, or was refused, and whether it has ended during the removal."""
         nonlocal refusals
-        commit(place, "old")
+        commit(on_disk, "old")
         for mark in left:
-            (place / "checkpoint.json").remove()
-            (place / mark).write_bytes(b"{}")
+            (on_disk / "checkpoint.json").remove()
+            (on_disk / mark).write_bytes(b"{}")
         saves: Saves = []
         refused: list[Exception] = []
         committed: list[bool] = []
 
         def save() -> None:
             try:
-                pending = begin(place)
+                pending = begin(on_disk)
                 saves.append((pending, write(pending, "new")))
             except hf.errors.StorageConflictError as error:
                 refused.append(error)
@@ -560,18 +518,18 @@ def test_a_save_that_begins_beside_a_removal(
             committed.extend(commit_or_abort(*one) is None for one in saves)
 
         with before_operation((first, save), (last, end)):
-            remove(place)
+            remove(on_disk)
         has_ended = bool(committed)
         if not has_ended:
             end()
         assert all(committed)
         if committed:
-            assert content(place) == "new"
-            assert names(place) == ["checkpoint.json", read_record(place).items["item"].folder]
+            assert content(on_disk) == "new"
+            assert names(on_disk) == ["checkpoint.json", read_record(on_disk).items["item"].folder]
         else:
-            assert names(place) == []
+            assert names(on_disk) == []
         refusals += len(refused)
-        place.remove_tree()
+        on_disk.remove_tree()
         return bool(saves or refused), has_ended
 
     for first in itertools.count(1 if left else 2):  # what is there before its first change is deleted
@@ -585,50 +543,47 @@ def test_a_save_that_begins_beside_a_removal(
 
 @pytest.mark.parametrize("late", [False, True], ids=["between its record and its lock", "a second one"])
 def test_a_deletion_spares_a_save_that_has_swept_its_marker(
-    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+    on_disk: hf.storage.Location, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    commit(place, "old")
+    commit(on_disk, "old")
     if late:
-        delete_checkpoint(place)
+        delete_checkpoint(on_disk)
     take_over = SaveLock.take_over
     saves: Saves = []
 
     def begin_before(lock: SaveLock) -> bool:
         monkeypatch.setattr(SaveLock, "take_over", take_over)
-        pending = begin(place)
+        pending = begin(on_disk)
         saves.append((pending, write(pending, "new")))
         return lock.take_over()
 
     monkeypatch.setattr(SaveLock, "take_over", begin_before)
-    delete_checkpoint(place)
+    delete_checkpoint(on_disk)
     for pending, record in saves:
         pending.commit(record)
-    assert content(place) == "new"
+    assert content(on_disk) == "new"
 
 
-def test_a_sweep_waits_for_a_deletion_beside_what_a_dead_save_left(tmp_path: Path) -> None:
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    commit(place, "old")
+def test_a_sweep_waits_for_a_deletion_beside_what_a_dead_save_left(on_disk: hf.storage.Location) -> None:
+    commit(on_disk, "old")
     for mark in ("checkpoint.partial", "checkpoint.deleted"):
-        (place / mark).write_bytes(b"{}")
-    (place / "checkpoint.json").remove()
-    deletion = SaveLock(place / "checkpoint.deleted")
+        (on_disk / mark).write_bytes(b"{}")
+    (on_disk / "checkpoint.json").remove()
+    deletion = SaveLock(on_disk / "checkpoint.deleted")
     assert deletion.take_over()
     with pytest.raises(hf.errors.StorageConflictError):
-        sweep(place)
+        sweep(on_disk)
     with pytest.raises(hf.errors.StorageConflictError):
-        begin(place)
+        begin(on_disk)
     deletion.release()
-    assert sweep(place)
-    assert names(place) == []
+    assert sweep(on_disk)
+    assert names(on_disk) == []
 
 
 def test_a_failed_deletion_releases_its_lock_where_the_folder_cannot_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: hf.storage.Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    commit(place, "old")
+    commit(on_disk, "old")
 
     def refuse_to_list(backend: LocalBackend, key: str) -> None:
         raise hf.errors.StorageError(f"cannot list {key}: ESTALE")
@@ -639,9 +594,9 @@ def test_a_failed_deletion_releases_its_lock_where_the_folder_cannot_be_listed(
 
     monkeypatch.setattr(LocalBackend, "remove_tree", refuse)
     with pytest.raises(hf.errors.StorageError, match="EIO"):
-        delete_checkpoint(place)
+        delete_checkpoint(on_disk)
     monkeypatch.undo()
-    assert SaveLock(place / "checkpoint.deleted").take_over()
+    assert SaveLock(on_disk / "checkpoint.deleted").take_over()
 
 
 @pytest.mark.parametrize("remove", [sweep, delete_checkpoint])
@@ -671,13 +626,12 @@ def test_a_removal_on_nfs_leaves_no_folder(
     assert not kept.parent.exists()
 
 
-def test_sweep_takes_only_the_marker_beside_a_damaged_record(tmp_path: Path) -> None:
-    place = hf.storage.as_location(tmp_path / "ckpt")
-    commit(place, "one")
-    (place / "checkpoint.json").write_bytes(b"{")
-    (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
-    assert not sweep(place)
-    assert names(place) == ["checkpoint.json", "item"]
+def test_sweep_takes_only_the_marker_beside_a_damaged_record(on_disk: hf.storage.Location) -> None:
+    commit(on_disk, "one")
+    (on_disk / "checkpoint.json").write_bytes(b"{")
+    (on_disk / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
+    assert not sweep(on_disk)
+    assert names(on_disk) == ["checkpoint.json", "item"]
 
 
 def test_a_save_that_is_alive_replaces_a_damaged_record_while_a_run_sweeps(unlocked: hf.storage.Location) -> None:

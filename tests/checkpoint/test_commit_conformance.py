@@ -91,10 +91,10 @@ def _after_all(kind: Kind, place: str, clean: list[str]) -> None:
 
 
 @pytest.fixture
-def clean(kind: Kind, tmp_path: Path) -> list[str]:
+def clean(kind: Kind, place: str) -> list[str]:
     """The files of edition 3, saved where nothing was."""
-    kind.save(str(tmp_path / "clean"), 3)
-    return kind.files(str(tmp_path / "clean"))
+    kind.save(place, 3)
+    return kind.files(place)
 
 
 @pytest.mark.one_in(2)
@@ -159,9 +159,10 @@ def test_killed_between_the_record_and_those_of_parts(
         pytest.param("some", 2, id="some that is not synced is lost"),
     ],
 )
-def test_cut_off_at_any_call(disk: Disk, kind: Kind, old: int | None, every: bool, power: str, first: int) -> None:
+def test_cut_off_at_any_call(
+    disk: Disk, kind: Kind, old: int | None, every: bool, power: str, first: int, clean: list[str]
+) -> None:
     generator = random.Random(0)
-    clean = None
     for number in _instants(every, 20, kind, old, first, first):
         place = str(disk.root / str(number))
         if old:
@@ -176,18 +177,16 @@ def test_cut_off_at_any_call(disk: Disk, kind: Kind, old: int | None, every: boo
             disk.cut_power(None if power == "all" else generator)
         found = kind.find(place)
         assert found in (old, 2) if crashed else found == 2, (number, disk.calls[number - 1 : number])
-        kind.save(place, 3)
-        assert kind.find(place) == 3
-        assert clean in (None, kind.files(place))
-        clean = kind.files(place)
+        _after_all(kind, place, clean)
         if not crashed:
             break
     assert number > 20
 
 
-def test_folders_that_come_back_without_a_marker_are_removed_by_the_next_save(disk: Disk, kind: Kind) -> None:
+def test_folders_that_come_back_without_a_marker_are_removed_by_the_next_save(
+    disk: Disk, kind: Kind, clean: list[str]
+) -> None:
     """A power failure after a save: the marker is gone, and what was removed before it in other directories is not."""
-    kind.save(str(disk.root / "clean"), 4)
     place = str(disk.root / "place")
     kind.save(place, 1)
     disk.sync()
@@ -199,9 +198,7 @@ def test_folders_that_come_back_without_a_marker_are_removed_by_the_next_save(di
         assert "b/c/state/component.json" in back
         assert "b/c/checkpoint.json" not in back
     assert kind.find(place) == 2
-    kind.save(place, 4)
-    assert kind.find(place) == 4
-    assert kind.files(place) == kind.files(str(disk.root / "clean"))
+    _after_all(kind, place, clean)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +220,9 @@ def test_failure_at_any_call(
     calls: tuple[str, ...],
     times: int,
     case: int,
+    clean: list[str],
 ) -> None:
     """A save that fails leaves what was there; one that reports success has left the new checkpoint."""
-    clean = None
     for number in _instants(every, 16, kind, old, case, 0):
         place = str(root / str(number))
         if old:
@@ -246,10 +243,7 @@ def test_failure_at_any_call(
                 # Records of parts take space to write again: where there is none, the marker tells the next save to.
                 unwritten = {"checkpoint.partial"} if kind.name == "components" else set[str]()
                 assert {*kind.files(place)} - {*before} <= unwritten
-        kind.save(place, 3)
-        assert kind.find(place) == 3
-        assert clean in (None, kind.files(place))
-        clean = kind.files(place)
+        _after_all(kind, place, clean)
         if not failed:
             break
     assert number > 15
@@ -379,28 +373,31 @@ def test_overtaken_around_the_record(
         assert kind.find(place) == 2
 
 
-def test_alive_until_its_process_dies(kind: Kind, tmp_path: Path) -> None:
-    place = str(tmp_path / "place")
-    program = f"""
-import sys
+def test_alive_until_its_process_dies(tmp_path: Path) -> None:
+    """One program saves all kinds at once; no save ends."""
+    program = """
+import os, sys, threading
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
 from tests.checkpoint.kinds import KINDS
-PendingCheckpoint.commit = lambda self, record: (print("written", flush=True), sys.stdin.read())
-KINDS[{kind.name!r}].save({place!r}, 1)
+PendingCheckpoint.commit = lambda self, record: (os.write(1, b"written\\n"), sys.stdin.read())
+for name, kind in KINDS.items():
+    threading.Thread(target=kind.save, args=(f"{sys.argv[1]}/{name}", 1)).start()
 """
-    intruder = KINDS["tree"] if kind.name == "step" else kind
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == b"written\n"
-        if kind.name == "step":  # of a run that is alive, too
-            with pytest.raises(hf.errors.OwnershipError, match="a run is writing to"):
-                intruder.save(kind.path(place), 2)
-        else:
-            conflict = _conflict_of(intruder, kind.path(place), 2)
-            assert conflict is not None
-            assert "another save to the same path has begun" in conflict
+        assert [other.stdout.readline() for _ in KINDS] == [b"written\n"] * len(KINDS)
+        for name, kind in KINDS.items():
+            place = kind.path(str(tmp_path / name))
+            if name == "step":  # of a run that is alive, too
+                with pytest.raises(hf.errors.OwnershipError, match="a run is writing to"):
+                    KINDS["tree"].save(place, 2)
+            else:
+                conflict = _conflict_of(kind, place, 2)
+                assert conflict is not None
+                assert "another save to the same path has begun" in conflict
         other.kill()
-    kind.save(place, 3)
-    assert kind.find(place) == 3
+    for name, kind in KINDS.items():
+        kind.save(str(tmp_path / name), 3)
+        assert kind.find(str(tmp_path / name)) == 3

@@ -378,23 +378,6 @@ def test_the_whole_steps_of_a_damaged_run_are_copied(tmp_path: Path, stored: Fil
     assert [one.step for one in hf.list_checkpoints(place)] == [1, 3]
 
 
-def test_nothing_is_copied_into_the_directory_of_a_live_run(tmp_path: Path) -> None:
-    run(f"{tmp_path}/run")
-    outcomes = run_outcomes(copies_into_live, 1, f"{tmp_path}/run", f"{tmp_path}/live")
-    assert outcomes[0].value == "OwnershipError", outcomes
-
-
-def copies_into_live(process: Process, source: str, live: str) -> str:
-    import subprocess
-    import sys
-
-    code = f"import holdfast as hf; hf.copy_checkpoint({source!r}, {live!r})"
-    with hf.CheckpointManager(live) as manager:
-        manager.acquire()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return done.stderr.strip().splitlines()[-1].partition(":")[0].rpartition(".")[2]
-
-
 @pytest.mark.parametrize(
     ("source", "destination", "error"),
     [

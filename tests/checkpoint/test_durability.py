@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.checkpoint.disk import Crash, Disk
-from tests.checkpoint.kinds import KINDS
 
 import holdfast as hf
 from holdfast.engine.arrays import reuse
@@ -103,16 +102,6 @@ def test_deleting_makes_the_loss_of_the_record_durable_first(disk: Disk) -> None
         assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_survives_a_power_cut(disk: Disk, name: str) -> None:
-    """So does what replaces it."""
-    kind, place = KINDS[name], str(disk.root / "place")
-    for edition in (1, 2):
-        kind.save(place, edition)
-        disk.cut_power(None)
-        assert kind.find(place) == edition
-
-
 @pytest.mark.parametrize(
     ("handler", "item"),
     [
@@ -178,13 +167,6 @@ def test_an_item_survives_a_power_cut(
         place = disk.root / "copied"
     disk.cut_power(None)
     assert repr(checkpointer.restore(place)) == repr(item)
-
-
-def test_a_save_in_the_background_survives_a_power_cut(disk: Disk) -> None:
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(disk.root / "a" / "b", tree(1))
-    disk.cut_power(None)
-    assert hf.load(disk.root / "a" / "b")["note"] == "1 0"
 
 
 # ---- cut off at every call

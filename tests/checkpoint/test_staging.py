@@ -157,30 +157,6 @@ def test_sharded_jax_arrays_that_are_deleted(tmp_path: Path, gate: Gate) -> None
         np.testing.assert_array_equal(manager.restore(1)["w"], values)
 
 
-def test_torch_tensors_that_change(tmp_path: Path, gate: Gate) -> None:
-    torch = pytest.importorskip("torch")
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5)).to(torch.bfloat16)
-    shared = torch.zeros(6, 4)
-    with hf.CheckpointManager(tmp_path) as manager:
-        for step in range(3):
-            with torch.no_grad():
-                for tensor in (*model.parameters(), shared):
-                    tensor.fill_(step)
-            manager.save(step, {"model": model.state_dict(), "shared": shared, "turned": shared.T, "part": shared[1:3]})
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers(), shared):
-                    tensor.fill_(99)
-            gate.release()
-        manager.wait_until_finished()
-        for step in range(3):
-            found = manager.restore(step)
-            for name in ("0.weight", "0.bias", "1.bias"):
-                assert set(found["model"][name].float().flatten().tolist()) == {step}
-            assert {value for name in ("shared", "turned", "part") for value in found[name].flatten().tolist()} == {
-                step
-            }
-
-
 def leaves(tree: Any) -> list[Any]:
     flat = flatten(tree)
     return list(describe(flat.names, flat.values))
@@ -192,24 +168,14 @@ def addresses(snapshot: Any) -> list[int]:
 
 def test_the_buffer_is_used_again() -> None:
     buffer = StagingBuffer()
-    first = addresses(buffer.snapshot(leaves({"a": np.ones(1000), "b": np.ones((3, 5))})))
+    first = addresses(buffer.snapshot(leaves({"a": np.ones(1 << 17), "b": np.ones((3, 5))})))
     held = buffer.nbytes
-    assert held >= 8120
-    assert addresses(buffer.snapshot(leaves({"a": np.zeros(1000), "b": np.zeros((3, 5))}))) == first
+    assert held >= (1 << 20) + 120
+    assert addresses(buffer.snapshot(leaves({"a": np.zeros(1 << 17), "b": np.zeros((3, 5))}))) == first
     assert addresses(buffer.snapshot(leaves({"a": np.ones(10)})))[0] == first[0]
     assert buffer.nbytes == held
-    buffer.snapshot(leaves({"a": np.ones(100_000)}))
-    assert buffer.nbytes >= 800_000
-
-
-def test_the_buffer_is_not_used_again_while_it_is_needed() -> None:
-    buffer = StagingBuffer()
-    first = buffer.snapshot(leaves({"a": np.ones(1000)}))
-    second = buffer.snapshot(leaves({"a": np.zeros(1000)}))
-    assert set(addresses(first)).isdisjoint(addresses(second))
-    [leaf] = first
-    assert isinstance(leaf, ArrayLeaf)
-    assert set(leaf.pieces[0].array) == {1.0}
+    buffer.snapshot(leaves({"a": np.ones(1 << 18)}))
+    assert buffer.nbytes >= 1 << 21
 
 
 def test_what_cannot_change_is_not_copied() -> None:
@@ -262,11 +228,3 @@ def test_a_copy_that_fails_in_the_second_thread(tmp_path: Path, monkeypatch: pyt
         assert not (tmp_path / "1").exists()
         manager.save(2, {"a": np.ones(1000)})
         assert set(manager.restore(2)["a"]) == {1.0}
-
-
-def test_memory_of_a_larger_tree_is_used_again() -> None:
-    buffer = StagingBuffer()
-    buffer.snapshot(leaves({"a": np.ones(1 << 17)}))
-    held = buffer.nbytes
-    buffer.snapshot(leaves({"a": np.ones(1000)}))
-    assert buffer.nbytes == held

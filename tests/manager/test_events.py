@@ -243,8 +243,10 @@ def test_a_listener_on_the_thread_of_a_save_cannot_wait_for_it(call: Any, tmp_pa
 
 def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[dict[str, Any]] = []
+    spoilt: list[str] = []
 
     def fails(event: Any) -> None:
+        spoilt.append(event["event"])
         event["event"] = "spoilt"
         raise ConnectionError("no answer")
 
@@ -253,8 +255,9 @@ def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptur
         manager.events.add_listener(heard.append)
         for step in (1, 2):
             manager.save(step, TREE)
+    assert hf.CheckpointManager(tmp_path).all_steps() == [1, 2]
     assert heard == events_in(tmp_path)
-    assert [event["event"] for event in heard] == ["started", "saved", "saved", "closed"]
+    assert [event["event"] for event in heard] == spoilt == ["started", "saved", "saved", "closed"]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "the listener test_listeners_hear_what_is_written.<locals>.fails failed" in said
     assert said.endswith("ConnectionError: no answer")

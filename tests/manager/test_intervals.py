@@ -52,7 +52,6 @@ def saved(time: float, run: str = "a", *, blocked: float = 0.1, total: float = 0
         ("auto 30s to 2h", LearnedInterval(30, 2 * HOUR)),
         ("auto  90 to 1h30m", LearnedInterval(90, 1.5 * HOUR)),
         ("auto 5m to 5m", LearnedInterval(300, 300)),
-        ("15m", Every(secs=900)),
     ],
 )
 def test_the_option(value: str, trigger: object) -> None:
@@ -90,9 +89,6 @@ def killed(times: int, every: float, **numbers: float) -> list[dict[str, Any]]:
         found += [event("started", began, run), event("restored", began + 4, run, step=number)]
         found += [saved(began + share * every, run, **numbers) for share in (0.5, 1)]
     return found
-
-
-DAYS = [event("started", 0), *(saved(day * DAY) for day in range(1, 11))]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +251,7 @@ def test_a_run_that_is_killed_before_it_saves_gets_on() -> None:
 TIMES = st.floats(0.001, 1e5)
 
 
-@given(st.floats(1, 1e4), st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 50), st.floats(1, 1e6))
+@given(st.floats(1, 1e4), st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 20), st.floats(1, 1e6))
 def test_the_interval_stays_in_its_bounds(
     one: float, other: float, blocked: float, total: float, failures: int, every: float
 ) -> None:
@@ -265,7 +261,7 @@ def test_the_interval_stays_in_its_bounds(
         assert learned.least <= learned.interval_secs <= learned.greatest
 
 
-@given(st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 50), st.integers(1, 5))
+@given(st.floats(1, 1e4), TIMES, TIMES, st.integers(0, 20), st.integers(1, 5))
 def test_more_failures_shorten_it_and_dearer_saves_lengthen_it(
     every: float, blocked: float, more: float, failures: int, further: int
 ) -> None:
@@ -454,7 +450,7 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
         found = []
         with hf.CheckpointManager(tmp_path, options=options, coordinator=coordinator, clock=clock) as manager:
             manager.acquire()
-            for step in range(1, 301):
+            for step in range(1, 131):
                 clock.sleep(10 if coordinator.process_index == 0 else 1000)
                 decision = manager.decide(step)
                 if decision:
@@ -465,7 +461,7 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
 
     one, *others = together(3, run)
     assert others == [one, one]
-    assert [step for step, _ in one] == [43, 86, 129, 172, 215, 258]
+    assert [step for step, _ in one] == [43, 86, 129]
     assert one[0][1] == "every 7m8s, learned"
 
 

@@ -131,31 +131,19 @@ def test_a_run_behind_a_link_goes_on(tmp_path: Path) -> None:
     np.testing.assert_array_equal(hf.load(tmp_path / "disk" / "one")["w"], tree(2)["w"])
 
 
-def link_to_file(place: Path, outside: Path) -> None:
-    place.symlink_to(outside / "precious.json")
-
-
-def link_to_folder(place: Path, outside: Path) -> None:
-    place.symlink_to(outside)
-
-
-def link_to_nothing(place: Path, outside: Path) -> None:
-    place.symlink_to(outside / "nothing")
-
-
-def link_to_device(place: Path, outside: Path) -> None:
-    place.symlink_to("/dev/zero")
-
-
-def pipe(place: Path, outside: Path) -> None:
-    os.mkfifo(place)
-
-
 def folder(place: Path, outside: Path) -> None:
     place.mkdir()
     (place / "4.1.json").write_text("{}")
 
 
+IN_THE_WAY: dict[str, Callable[[Path, Path], object]] = {
+    "link to file": lambda place, outside: place.symlink_to(outside / "precious.json"),
+    "link to folder": lambda place, outside: place.symlink_to(outside),
+    "link to nothing": lambda place, outside: place.symlink_to(outside / "nothing"),
+    "link to device": lambda place, outside: place.symlink_to("/dev/zero"),
+    "pipe": lambda place, outside: os.mkfifo(place),
+    "folder": folder,
+}
 OURS = (
     "owner.json",
     "events.jsonl",
@@ -202,8 +190,8 @@ def life(run: Path, name: str) -> list[Exception]:
     return refused
 
 
-@pytest.mark.parametrize("put", [link_to_file, link_to_folder, link_to_nothing, link_to_device, pipe, folder])
-def test_nothing_waits_or_is_written_elsewhere(tmp_path: Path, put: Callable[[Path, Path], None]) -> None:
+@pytest.mark.parametrize("put", IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_nothing_waits_or_is_written_elsewhere(tmp_path: Path, put: Callable[[Path, Path], object]) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious.json").write_text(json.dumps({"token": "x", "pid": 1}) * 100 + "\n{")

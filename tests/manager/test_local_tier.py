@@ -749,31 +749,23 @@ class Gate:
         monkeypatch.setattr(Ownership, "check", check)
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_a_local_step_counts_until_the_directory_has_it(tmp_path: Path, looks: bool) -> None:
-    hosts = Hosts(tmp_path, 1, observer=NoCommit(18))
-
-    def work(manager: hf.CheckpointManager) -> None:
-        trains(manager, 1, 18)
-        if looks:
-            manager.restore(10)
-        manager.save(18, tree(18), force=True)
-        with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
-            manager.wait_until_finished()
-
-    hosts.run(work)
-    assert hosts.resume()[0] == 18
-
-
-def test_a_local_save_under_way_counts_until_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["after it", "after a look", "while it is under way"])
+def test_a_local_save_counts_until_the_directory_has_the_step(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = Hosts(tmp_path, 1, observer=NoCommit(18))
     gate = Gate(monkeypatch)
 
     def work(manager: hf.CheckpointManager) -> None:
         trains(manager, 1, 17)
-        gate.closed = True
+        gate.closed = moment == "while it is under way"
         manager.save(18, tree(18))
-        assert gate.reached.wait(30)
+        if gate.closed:
+            assert gate.reached.wait(30)
+        else:
+            manager.wait_until_finished()
+        if moment == "after a look":
+            manager.restore(10)
         manager.save(18, tree(18), force=True)
         gate.opened.set()
         with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
@@ -785,23 +777,27 @@ def test_a_local_save_under_way_counts_until_a_commit(tmp_path: Path, monkeypatc
     assert hosts.resume()[0] == 18
 
 
-@pytest.mark.parametrize("last", [16, 18])
+@pytest.mark.parametrize(
+    ("last", "moment"), [(16, "between local saves"), (18, "during a local save"), (18, "between two saves of a step")]
+)
 def test_a_look_at_an_older_step_leaves_no_local_step(
-    tmp_path: Path, last: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, last: int, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = Hosts(tmp_path, 1, store=100)
     gate = Gate(monkeypatch)
 
     def work(manager: hf.CheckpointManager) -> None:
         manager.save(10, tree(10), force=True)
-        trains(manager, 11, 17)
-        gate.closed = last == 18
-        if gate.closed:  # the local save of 18 is under way meanwhile
+        trains(manager, 11, 18 if moment == "between two saves of a step" else 17)
+        gate.closed = moment == "during a local save"
+        if gate.closed:
             manager.save(18, tree(18))
             assert gate.reached.wait(30)
         manager.restore(10)
         gate.opened.set()
         gate.closed = False
+        if moment == "between two saves of a step":
+            assert not manager.save(18, tree(18)), "it is saved"
         manager.wait_until_finished()
         with monkeypatch.context() as patch:
             patch.setattr("holdfast.engine.checkpoint.commit.write_record", no_room)
@@ -813,24 +809,6 @@ def test_a_look_at_an_older_step_leaves_no_local_step(
 
     hosts.run(work)
     assert hosts.resume()[0] == last
-
-
-def test_a_look_between_two_saves_of_a_step_leaves_no_local_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = Hosts(tmp_path, 1, store=100)
-
-    def work(manager: hf.CheckpointManager) -> None:
-        manager.save(10, tree(10), force=True)
-        trains(manager, 11, 18)
-        manager.restore(10)
-        assert not manager.save(18, tree(18)), "it is saved"
-        with monkeypatch.context() as patch:
-            patch.setattr("holdfast.engine.checkpoint.commit.write_record", no_room)
-            trains(manager, 19, 20)
-
-    hosts.run(work)
-    assert hosts.resume()[0] == 18
 
 
 def no_room(*_: Any, **__: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 from tests.ids import plain_id
 
 from holdfast.engine.errors import OptionError
-from holdfast.engine.manager import Metric, better, metric_name, metric_value, plain_metrics
-from holdfast.engine.manager.metrics import Mode, format_metric
+from holdfast.engine.manager import Metric, metric_name, metric_value, plain_metrics
+from holdfast.engine.manager.metrics import format_metric
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,20 +146,3 @@ def test_metrics_have_names_for_people(metric: Metric, expected: str) -> None:
 def test_measures_are_short() -> None:
     shown = [format_metric(value) for value in (0.9312345678, 2.0, 1e-9, -math.inf)]
     assert shown == ["0.931235", "2", "1e-09", "-inf"]
-
-
-@pytest.mark.parametrize(
-    ("value", "other", "mode", "expected"),
-    [
-        (2.0, 1.0, "max", True),
-        (2.0, 1.0, "min", False),
-        (1.0, 2.0, "max", False),
-        (1.0, 2.0, "min", True),
-        (1.0, 1.0, "max", False),
-        (1.0, 1.0, "min", False),
-        (math.inf, 1.0, "max", True),
-        (-math.inf, 1.0, "min", True),
-    ],
-)
-def test_better_is_strict(value: float, other: float, mode: Mode, expected: bool) -> None:
-    assert better(value, other, mode) is expected

@@ -41,9 +41,14 @@ def manager(directory: object, mirror: Any, **options: Any) -> hf.CheckpointMana
 def mirrored(directory: object, mirror: Any, *steps: int, **options: Any) -> None:
     """Saves steps by a manager of its own, each of which arrives in the mirror."""
     with manager(directory, mirror, **options) as run:
-        for step in steps:
-            run.save(step, tree(step))
-            arrives(run, step)
+        sends(run, *steps)
+
+
+def sends(run: hf.CheckpointManager, *steps: int) -> None:
+    """Saves steps, each of which arrives in the mirror."""
+    for step in steps:
+        run.save(step, tree(step))
+        arrives(run, step)
 
 
 def steps(place: object) -> list[int | None]:
@@ -248,9 +253,7 @@ def test_one_step_is_fetched_on_request(
     tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
-        for step in (1, 2, 3):
-            run.save(step, tree(step))
-            arrives(run, step)
+        sends(run, 1, 2, 3)
         run.wait_until_finished()
         assert run.all_steps() == [3]
         assert run.restore(1)["w"][0] == 1
@@ -381,9 +384,7 @@ def test_a_save_that_cannot_begin_lets_the_copy_go_on(
 
 def test_what_is_deleted_on_purpose_does_not_come_back(tmp_path: Path, place: str) -> None:
     with manager(tmp_path / "run", place) as run:
-        for step in (1, 2, 3):
-            run.save(step, tree(step))
-            arrives(run, step)
+        sends(run, 1, 2, 3)
         run.wait_until_finished()
         run.delete(3)
         assert steps(place) == [1, 2]
@@ -398,9 +399,7 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
     tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
-        for step in (1, 2, 3):
-            run.save(step, tree(step))
-            arrives(run, step)
+        sends(run, 1, 2, 3)
         run.save(1, tree(1), force=True)
         run.wait_until_finished()
         if not again:
@@ -677,8 +676,7 @@ def test_trouble_is_told_once_and_tried_again(
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
-        arrives(run, 1)
+        sends(run, 1)
         broken.error = error
         for step in (2, 3):
             run.save(step, tree(step))
@@ -719,8 +717,7 @@ def test_the_end_of_a_run_says_what_the_mirror_lacks(
     tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
-        arrives(run, 1)
+        sends(run, 1)
         broken.error = hf.errors.StorageFullError
         run.save(2, tree(2))
     assert f"step 2 is in {tmp_path}/run/2, and not in the mirror {place}, where the newest is step 1" in caplog.text
@@ -763,8 +760,7 @@ def test_a_mirror_that_is_taken_over_is_left_alone(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
-        arrives(run, 1)
+        sends(run, 1)
         (as_location(place) / "owner.json").write_bytes(b'{"token": "another"}')  # as 0.1 does on another machine
         run.save(2, tree(2))
         wait_until(run, lambda status: status.error is not None)
@@ -777,8 +773,7 @@ def test_a_preemption_does_not_begin_what_does_not_fit(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=1000)) as run:
-        run.save(1, tree(1))
-        arrives(run, 1)
+        sends(run, 1)
         run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
         run.save(2, tree(2))  # is not due
         run.wait_until_finished()

@@ -42,9 +42,13 @@ time.sleep(60)
 FORKING_OWNER = """
 import os, sys, time
 import holdfast as hf
+from holdfast.engine.checkpoint import commit_protocol
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})
 manager.wait_until_finished()
+saved = hf.storage.as_location(sys.argv[1]) / "2"
+save = commit_protocol(saved)(saved, ["item"], overwrite=False)
+save.begin()
 if os.fork() == 0:
     print("ready", os.getpid(), flush=True)
 time.sleep(60)
@@ -86,7 +90,7 @@ def test_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> 
         assert manager.all_steps() == [1, 2]
 
 
-def test_the_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
+def test_the_workers_of_a_killed_run_hold_neither_its_lock_nor_that_of_a_save(tmp_path: Path) -> None:
     with other_process(tmp_path, FORKING_OWNER) as (process, said):
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -357,17 +361,16 @@ def test_a_new_file_with_the_number_of_a_lock_is_another(tmp_path: Path, monkeyp
     lock.release()
 
 
-@pytest.mark.parametrize("dropped", [False, True], ids=["a manager that is closed", "a manager that is dropped"])
-def test_the_directory_is_given_back_by(dropped: bool, tmp_path: Path) -> None:
-    manager = hf.CheckpointManager(tmp_path)
-    manager.save(1, TREE)
-    manager.wait_until_finished()
-    if dropped:
-        del manager
-    else:
-        manager.close()
-    program = f"import holdfast as hf; hf.CheckpointManager({str(tmp_path)!r}).acquire()"
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_a_manager_that_is_closed_or_dropped_gives_its_directory_back(tmp_path: Path) -> None:
+    places = [str(tmp_path / "closed"), str(tmp_path / "dropped")]
+    managers = [hf.CheckpointManager(place) for place in places]
+    for manager in managers:
+        manager.save(1, TREE)
+        manager.wait_until_finished()
+    managers[0].close()
+    del manager, managers[1]
+    program = "import sys, holdfast as hf; [hf.CheckpointManager(place).acquire() for place in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", program, *places], check=True)
 
 
 def test_without_locks_the_older_finds_out_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +448,7 @@ def test_nobody_saves_a_step_into_the_run_of_another_process(
 ) -> None:
     run, single = tmp_path / "run", tmp_path / "single"
     hf.save(single, TREE)
+    hf.save(tmp_path / "other" / "7", TREE)
     (tmp_path / "link").symlink_to(run)
     (tmp_path / "weights.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     with other_process(run) as (process, _):
@@ -460,6 +464,8 @@ def test_nobody_saves_a_step_into_the_run_of_another_process(
                 hf.errors.OwnershipError, match=rf"{name}: a run is writing to .*process {process.pid} on"
             ):
                 act()
+        with pytest.raises(hf.errors.OwnershipError, match=rf"run: another run is writing .*process {process.pid} on"):
+            hf.copy_checkpoint(tmp_path / "other", run)
         message = error_of(capsys, "cp", single, run / "8", status=1)
         assert f"run is writing to {run}" in message
         assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["1"]

@@ -8,27 +8,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.threads import together
 
 import holdfast as hf
+from holdfast.engine.distributed import Coordinator
 from holdfast.engine.manager.options import options_document, options_from_document
 
 
-def manager(directory: Path | str, **options: Any) -> hf.CheckpointManager:
+def manager(directory: Path, coordinator: Coordinator | None = None, **options: Any) -> hf.CheckpointManager:
     items = {name: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) for name in ("policy", "replay")}
-    options = {"item_intervals": {"replay": 100}, **options}
-    return hf.CheckpointManager(directory, items, hf.CheckpointManagerOptions(**options))
+    options = {"item_intervals": {"replay": 100}, "barrier_timeout_secs": 30, **options}
+    return hf.CheckpointManager(directory, items, hf.CheckpointManagerOptions(**options), coordinator=coordinator)
 
 
 def state(step: int) -> dict[str, Any]:
     return {"policy": {"w": np.full(3, step)}, "replay": {"seen": np.full(5, step)}}
 
 
-def steps_with(directory: Path | str, item: str) -> list[int]:
+def steps_with(directory: Path, item: str) -> list[int]:
     return [found.step for found in hf.list_checkpoints(directory) if (Path(found.path) / item).is_dir()]
 
 
-def train(directory: Path | str, first: int, last: int, **options: Any) -> None:
+def train(directory: Path, first: int, last: int, **options: Any) -> None:
     with manager(directory, **options) as run:
         for step in range(first, last, 30):
             run.save(step, state(step))
@@ -82,13 +83,13 @@ def test_what_the_caller_says(tmp_path: Path) -> None:
         with pytest.raises(hf.errors.OptionError, match="saves the items policy, replay; given: replay"):
             run.save(40, {"replay": state(40)["replay"]})
     assert steps_with(tmp_path, "replay") == [20, 30]
-    for options, message in (
-        ({"item_intervals": {"buffer": 5}}, "item_intervals names buffer"),
-        ({"item_intervals": {"policy": 5, "replay": 5}}, "names every item"),
-        ({"item_intervals": {"replay": 0}}, "must be a dictionary of whole numbers"),
+    for intervals, message in (
+        ({"buffer": 5}, "item_intervals names buffer"),
+        ({"policy": 5, "replay": 5}, "names every item"),
+        ({"replay": 0}, "must be a dictionary of whole numbers"),
     ):
         with pytest.raises(hf.errors.OptionError, match=message):
-            manager(tmp_path, **options)
+            manager(tmp_path, item_intervals=intervals)
     options_from_document(options_document(hf.CheckpointManagerOptions(item_intervals={"replay": 5})))
 
 
@@ -102,16 +103,15 @@ def test_a_run_that_went_back(tmp_path: Path) -> None:
     assert steps_with(tmp_path, "replay") == [90, 120, 205]
 
 
-def together(process: Process, directory: str) -> Any:
-    with manager(directory) as run:
-        for step in (50, 90, 130, 170):
-            run.save(step, state(step))
-        run.wait_until_finished()
-        restored = run.restore_latest()
-        return run.latest_step("replay"), None if restored is None else sorted(restored.items)
-
-
 def test_processes_leave_out_the_same(tmp_path: Path) -> None:
-    assert run_processes(together, 2, str(tmp_path), backend="torch") == [(130, ["policy"])] * 2
+    def train(coordinator: Coordinator) -> Any:
+        with manager(tmp_path, coordinator) as run:
+            for step in (50, 90, 130, 170):
+                run.save(step, state(step))
+            run.wait_until_finished()
+            restored = run.restore_latest()
+            return run.latest_step("replay"), None if restored is None else sorted(restored.items)
+
+    assert together(2, train) == [(130, ["policy"])] * 2
     assert steps_with(tmp_path, "replay") == [50, 130]
     assert hf.verify(tmp_path).ok

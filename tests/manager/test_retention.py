@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast as hf
@@ -132,7 +132,6 @@ def test_time_interval(times: dict[int, float], expected: list[int]) -> None:
     assert sorted(Every(secs=HOUR).kept(timed(times))) == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     times=st.lists(st.floats(-100, 100, allow_nan=False), max_size=12),
     extra=st.sets(st.integers(0, 11)),
@@ -146,7 +145,6 @@ def test_time_interval_keeps_what_it_kept(times: list[float], extra: set[int], s
     assert set(rule.kept([info for info in steps if info.step in kept | extra])) == kept
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     data=st.lists(
         st.tuples(st.floats(0, 50), st.none() | st.floats(allow_nan=True), st.booleans()), min_size=1, max_size=12

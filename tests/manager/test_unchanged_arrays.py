@@ -32,8 +32,8 @@ from holdfast.engine.storage import local
 
 Tree = dict[str, Any]
 
-BASE = 1 << 20  # elements of the array that does not change, of four bytes
-OTHER = 30_000
+BASE = 1 << 19  # elements of the array that does not change, of four bytes
+OTHER = 15_000
 SHARED = 300_000  # elements of an array whose file is large enough to be shared
 
 
@@ -145,13 +145,13 @@ def test_a_part_that_changes_once(run: Path) -> None:
         assert_same(list(found.values()), expected)
 
 
-NOISE = np.random.default_rng(0).integers(0, 1 << 32, BASE // 2, np.uint32)
+NOISE = np.random.default_rng(0).integers(0, 1 << 32, BASE, np.uint32)
 
 
 @pytest.mark.parametrize(
     ("handler", "arguments", "frozen", "stored", "nbytes"),
     [
-        pytest.param(hf.PyTreeCheckpointHandler(compression=1), {}, NOISE, NOISE, 2 * BASE, id="compressed"),
+        pytest.param(hf.PyTreeCheckpointHandler(compression=1), {}, NOISE, NOISE, 4 * BASE, id="compressed"),
         pytest.param(
             hf.PyTreeCheckpointHandler(),
             {"save_args": {"frozen": hf.SaveArgs(dtype=np.dtype(np.float64)), "adapter": None, "step": None}},
