@@ -67,22 +67,17 @@ def imports(path: Path, *, everywhere: bool = True) -> tuple[str, ...]:
 
 def _imports(path: Path, everywhere: bool) -> Iterator[str]:
     package = ["holdfast", *path.relative_to(ROOT).parts[:-1]]
-    return imported(parsed(path), package, everywhere, calls=path != TABLE)
+    return imported(path.read_text(), package, everywhere, calls=path != TABLE)
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imported(module: ast.Module, package: list[str], everywhere: bool = True, calls: bool = True) -> Iterator[str]:
+def imported(text: str, package: list[str], everywhere: bool = True, calls: bool = True) -> Iterator[str]:
     """Yield the full names of what a module imports; ``calls`` says whether those of ``import_module`` count."""
-    for node in _nodes(module.body, everywhere):
+    for node in _nodes(ast.parse(text).body, everywhere):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            source = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
-            yield from (f"{source}.{alias.name}" for alias in node.names)
+            module = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
         elif calls and isinstance(node, ast.Call) and _name(node.func) == "import_module":
             name = _beginning(node.args[0])
             level = len(name) - len(name.lstrip("."))
@@ -136,7 +131,7 @@ def test_the_engine_names_what_is_built_on_it_in_one_table() -> None:
     naming = [
         str(path.relative_to(ROOT))
         for path in sources("engine")
-        for node in ast.walk(parsed(path))
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.search(r"\.integrations\b|^integrations\.", node.value)
     ]
@@ -311,7 +306,7 @@ def test_only_tests_of_the_benchmarks_import_them() -> None:
         f"{path.relative_to(tests)} imports {name}"
         for path in tests.rglob("*.py")
         if path.parent != tests / "benchmarks" and "benchmarks" in (text := path.read_text())
-        for name in imported(ast.parse(text), ["tests"])
+        for name in imported(text, ["tests"])
         if name.split(".")[0] == "benchmarks"
     ]
     assert wrong == []
@@ -337,5 +332,4 @@ def test_imports_are_found() -> None:
     ],
 )
 def test_relative_calls_of_import_module_are_found(call: str, found: str) -> None:
-    program = ast.parse(f"def f(name):\n    return {call}\n")
-    assert [*imported(program, ["holdfast", "engine", "folder"])] == [found]
+    assert [*imported(f"def f(name):\n    return {call}\n", ["holdfast", "engine", "folder"])] == [found]
