@@ -50,22 +50,15 @@ def test_the_commands_run_in_their_order(
     assert "600" in outputs[2]
 
 
-def check_targets(examples: Examples) -> None:
+@pytest.mark.examples("CONTRIBUTING.md")
+@pytest.mark.examples("README.md", "console 1")
+def test_the_targets_of_make(request: pytest.FixtureRequest) -> None:
     """What `make demo` runs is in tests/cli/test_demo.py; the others run all tests, checks and pages."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    commands = [command.split() for command in examples.commands()]
-    assert commands
-    assert [command for command in commands if command[0] != "make" or command[1] not in targets] == []
-
-
-@pytest.mark.examples("README.md", "console 1")
-def test_the_targets_of_the_readme(examples: Examples) -> None:
-    check_targets(examples)
-
-
-@pytest.mark.examples("CONTRIBUTING.md")
-def test_the_targets_for_contributors(examples: Examples) -> None:
-    check_targets(examples)
+    for mark in request.node.iter_markers("examples"):
+        commands = [command.split() for command in Examples(*mark.args).commands()]
+        assert commands
+        assert [command for command in commands if command[0] != "make" or command[1] not in targets] == []
 
 
 def test_the_source_distribution_has_what_the_readme_names(tmp_path: Path) -> None:

@@ -123,16 +123,6 @@ def test_shardings_come_back_and_never_matter(name: str, place: str, assert_same
     assert_same(hf.load(place, like={"w": np.zeros(shape, np.float32)}), {"w": values})
 
 
-def test_a_tree_of_one_device_loads_onto_four(place: str, assert_same: Same) -> None:
-    values = np.random.default_rng(0).random((64, 12)).astype(np.float32)
-    hf.save(place, [values])
-    sharding = NamedSharding(mesh(x=2, y=2), P("x", "y"))
-    (found,) = hf.load(place, like=[jax.ShapeDtypeStruct((64, 12), np.float32, sharding=sharding)])
-    assert found.sharding == sharding
-    assert {shard.data.shape for shard in found.addressable_shards} == {(32, 6)}
-    assert_same(as_numpy(found), values)
-
-
 def test_keys_on_several_devices(place: str) -> None:
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh(x=4), P("x")))
     hf.save(place, {"keys": keys})

@@ -15,10 +15,6 @@ import holdfast as hf
 Same = Callable[[Any, Any], None]
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
 BASE = torch.arange(60_000, dtype=torch.float32).reshape(200, 300)
 
 

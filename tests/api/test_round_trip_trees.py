@@ -157,7 +157,7 @@ LAYOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(TREES, LAYOUTS)
 def test_any_tree(tree: Any, layout: hf.Layout) -> None:
     place = f"memory://tests/{uuid.uuid4().hex}"

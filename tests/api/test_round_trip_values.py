@@ -32,20 +32,14 @@ def sample(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *EMPTY], ids=lambda dtype: dtype.name + dtype.str[0])
-def test_arrays_of_every_dtype_and_shape(dtype: np.dtype[Any], place: str, assert_same: Same) -> None:
-    tree = {str(shape): sample(dtype, shape) for shape in SHAPES}
+def test_arrays_of_every_dtype_and_shape_and_numpy_scalars(dtype: np.dtype[Any], place: str, assert_same: Same) -> None:
+    arrays = {str(shape): sample(dtype, shape) for shape in SHAPES}
+    tree = {**arrays, "scalar": sample(dtype, (3,))[1]}
     hf.save(place, tree, layout=SMALL)
     assert_same(hf.load(place), tree)
-    assert_same(hf.load(place, like={name: np.zeros_like(array) for name, array in tree.items()}), tree)
+    like = {name: np.zeros_like(array) for name, array in arrays.items()}
+    assert_same(hf.load(place, like={**like, "scalar": tree["scalar"]}), tree)
     assert hf.verify(place).ok
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, *EMPTY], ids=lambda dtype: dtype.name + dtype.str[0])
-def test_numpy_scalars_of_every_dtype(dtype: np.dtype[Any], place: str, assert_same: Same) -> None:
-    scalar = sample(dtype, (3,))[1]
-    hf.save(place, [scalar])
-    assert_same(hf.load(place), [scalar])
-    assert_same(hf.load(place, like=[scalar]), [scalar])
 
 
 BASE = np.arange(60_000, dtype=np.float32)

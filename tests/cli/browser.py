@@ -5,7 +5,6 @@ Debian has both as the packages ``chromium-headless-shell`` (or ``chromium``) an
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -98,11 +97,3 @@ class Browser:
         """Returns the URLs that were asked for since the last call."""
         entries = [json.loads(entry["message"])["message"] for entry in self._post("/se/log", {"type": "performance"})]
         return [one["params"]["request"]["url"] for one in entries if one["method"] == "Network.requestWillBeSent"]
-
-    def screenshot(self, path: Path, *, height: int | None = None) -> None:
-        """Takes a picture of the page, of its upper part if a height is given."""
-        width = self.run("return window.innerWidth")
-        height = height or self.run("return document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self.command("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))

@@ -257,7 +257,7 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def test_a_program_that_survives_everything(tmp_path: Path) -> None:
-    subprocess.run([*PROGRAM, "run", "5"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    assert run(*PROGRAM[1:], "run", 5, cwd=tmp_path).returncode == 0
     before = contents(tmp_path / "run")
     report = drill(tmp_path, "--steps", 13, "--keep", "kept", "--", *PROGRAM, "run", 40)
 
@@ -292,7 +292,8 @@ def test_a_program_that_survives_everything(tmp_path: Path) -> None:
 def test_the_cause_of_a_difference(
     tmp_path: Path, mistake: str, cause: str, name: str | None, deterministic: bool
 ) -> None:
-    report = drill(tmp_path, "--steps", 10, "--at", 3, "--", *PROGRAM, "run", 40, mistake, status=1)
+    arguments = ["--steps", 10, "--at", 3, "--kinds", "kill"]
+    report = drill(tmp_path, *arguments, "--", *PROGRAM, "run", 40, mistake, status=1)
     (finding,) = report["findings"]
     assert (finding["cause"], report["deterministic"]) == (cause, deterministic), report
     assert finding["names"] == ([] if name is None else [name])
@@ -521,8 +522,6 @@ def test_recipes(tmp_path: Path, recipe: str) -> None:
 def test_several_directories_in_another_working_directory(tmp_path: Path) -> None:
     """The program runs to its end, reads back what it has written, and has a mirror, which stays empty."""
     (tmp_path / "train.py").write_text(TWO_RUNS)
-    import holdfast as hf
-
     hf.save(tmp_path / "weights", {"w": 1.0})
     arguments = ["--at", 4, "--at", 6, "--kinds", "kill"]
     report = drill(tmp_path, *arguments, "--", sys.executable, "train.py", tmp_path / "weights")

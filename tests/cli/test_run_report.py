@@ -24,7 +24,6 @@ from holdfast.engine.manager import Experience, read_events
 
 HOSTILE = "</script><!--<script>"
 LEAF = HOSTILE.replace("/", "%2F")  # as a path shows this key
-VOID = {"meta", "link", "input", "path", "rect", "polyline"}
 
 
 class Page(HTMLParser):

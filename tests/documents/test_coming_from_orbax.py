@@ -132,10 +132,3 @@ def test_readers(tmp_path: Path) -> None:
         pytest.raises(hf.HoldfastError, match="read_only"),
     ):
         reader.save(1, TREE)
-
-
-def test_intervals_may_be_written_in_three_ways() -> None:
-    from datetime import timedelta
-
-    for interval in ("1h", 3600, timedelta(hours=1)):
-        hf.CheckpointManagerOptions(max_to_keep=1, keep_time_interval=interval)

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.documents.examples import Examples
+from tests.starts import run
 
 from holdfast.cli.drill.interruptions import KINDS
+
+pytestmark = pytest.mark.xdist_group("programs")
 
 TEXT = (Path(__file__).parents[2] / "docs" / "drill.md").read_text(encoding="utf-8")
 OUTPUTS = re.findall(r"^```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
-def run(folder: Path, program: str, command: str, status: int) -> str:
+def drill(folder: Path, program: str, command: str, status: int) -> str:
     (folder / "train.py").write_text(program)
     arguments = [part if part != "python" else sys.executable for part in shlex.split(command)[1:]]
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", *arguments],
-        cwd=folder,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run("-m", "holdfast.cli.main", *arguments, cwd=folder)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout.replace(sys.executable, "python")
 
@@ -49,14 +42,14 @@ def mended(examples: Examples) -> str:
 @pytest.mark.examples("docs/drill.md")
 def test_the_example(examples: Examples, tmp_path: Path) -> None:
     _, command = examples.commands()
-    assert without_digits(run(tmp_path, examples["python 1"], command, 1)) == without_digits(OUTPUTS[0])
-    assert OUTPUTS[1] in run(tmp_path, mended(examples), command, 0)
+    assert without_digits(drill(tmp_path, examples["python 1"], command, 1)) == without_digits(OUTPUTS[0])
+    assert OUTPUTS[1] in drill(tmp_path, mended(examples), command, 0)
 
 
 @pytest.mark.sweep
 @pytest.mark.examples("docs/drill.md")
 def test_the_short_command(examples: Examples, tmp_path: Path) -> None:
-    assert "identical: 40 checkpoints" in run(tmp_path, mended(examples), examples.commands()[0], 0)
+    assert "identical: 40 checkpoints" in drill(tmp_path, mended(examples), examples.commands()[0], 0)
 
 
 def test_the_kinds_in_the_table() -> None:

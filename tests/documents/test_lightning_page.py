@@ -47,11 +47,12 @@ class Model(lightning.LightningModule):
 @pytest.mark.examples("docs/lightning.md", "python 4")
 def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=400, best_fn="loss", best_mode="min")
+    callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=4, best_fn="loss", best_mode="min")
     trained = Model(width=1)
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    lightning.Trainer(max_steps=1200, callbacks=[callback], **options).fit(trained)
-    names = examples.run({"L": lightning, "Model": Model})
+    lightning.Trainer(max_steps=12, callbacks=[callback], **options).fit(trained)
+    names: dict[str, Any] = {"L": lightning, "Model": Model}
+    exec(compile(examples["python 4"].replace("1200", "12"), "page.py", "exec"), names)
     assert isinstance(names["model"], Model)
     assert names["model"].tested == 4
     assert names["weights"].keys() == trained.state_dict().keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from tests.cli.commands import output_of
 from tests.documents.examples import ROOT, Examples, blocks_of, pages
 from tests.documents.pages import make_shims, run_commands
+from tests.starts import run
 
 import holdfast as hf
 from holdfast.cli.app import COMMANDS
@@ -64,6 +64,7 @@ def test_a_run_is_reported(examples: Examples, tmp_path: Path, monkeypatch: pyte
     assert "transformer" in Path("report.html").read_text()
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.examples("docs/benchmarks.md")
 def test_the_programs_of_the_benchmarks_have_their_options(examples: Examples) -> None:
     options: dict[str, list[str]] = {}
@@ -76,9 +77,7 @@ def test_the_programs_of_the_benchmarks_have_their_options(examples: Examples) -
             assert named == []
             assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
             continue
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
-        )
+        done = run("-W", "ignore", "-m", module, "--help", cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert [option for option in named if option not in done.stdout] == []
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 from tests.documents.examples import Examples
+from tests.starts import run
 
 import holdfast as hf
 
@@ -121,30 +122,25 @@ def test_a_crash_is_not_requeued(job: Path) -> None:
     assert (job / "calls").read_text().splitlines() == ["srun python train.py"]
 
 
-def check_shown(examples: Examples, *files: str) -> None:
-    assert [text for _, text in examples.items()] == [f'--8<-- "schedulers/{name}"\n' for name in files]
-
-
-@pytest.mark.examples("docs/schedulers/slurm.md")
-def test_the_page_on_slurm_shows_its_file(examples: Examples) -> None:
-    check_shown(examples, "train.sbatch")
-
-
-@pytest.mark.examples("docs/schedulers/torchrun.md")
-def test_the_page_on_torchrun_shows_its_file(examples: Examples) -> None:
-    check_shown(examples, "torchrun.sbatch")
-
-
-@pytest.mark.examples("docs/schedulers/spot.md")
-def test_the_page_on_spot_machines_shows_its_file(examples: Examples) -> None:
-    check_shown(examples, "train.service")
-
-
 @pytest.mark.examples("docs/schedulers/kubernetes.md", "yaml 1", "yaml 2")
-def test_the_page_on_kubernetes_shows_its_files(examples: Examples) -> None:
-    check_shown(examples, "job.yaml", "job_mirror.yaml")
+@pytest.mark.examples("docs/schedulers/slurm.md")
+@pytest.mark.examples("docs/schedulers/spot.md")
+@pytest.mark.examples("docs/schedulers/torchrun.md")
+def test_the_pages_show_their_files(request: pytest.FixtureRequest) -> None:
+    shown = {mark.args[0]: Examples(*mark.args).items() for mark in request.node.iter_markers("examples")}
+    files = {
+        "kubernetes": ["job.yaml", "job_mirror.yaml"],
+        "slurm": ["train.sbatch"],
+        "spot": ["train.service"],
+        "torchrun": ["torchrun.sbatch"],
+    }
+    assert {page: [text for _, text in items] for page, items in shown.items()} == {
+        f"docs/schedulers/{page}.md": [f'--8<-- "schedulers/{name}"\n' for name in names]
+        for page, names in files.items()
+    }
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.examples("docs/schedulers/kubernetes.md", "python 1")
 def test_a_new_pod_goes_on_from_the_mirror(examples: Examples, tmp_path: Path) -> None:
     """Every pod has an empty directory; the first is preempted in the middle of its training."""
@@ -156,13 +152,8 @@ def test_a_new_pod_goes_on_from_the_mirror(examples: Examples, tmp_path: Path) -
     for pod in ("first", "second"):
         (tmp_path / pod).mkdir()
         (tmp_path / pod / "train.py").write_text(program)
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "train.py"],
-            cwd=tmp_path / pod,
-            env={**os.environ, "MIRROR": str(tmp_path / "bucket")},
-            capture_output=True,
-            text=True,
-        )
+        environment = {**os.environ, "MIRROR": str(tmp_path / "bucket")}
+        done = run("-W", "ignore", "train.py", cwd=tmp_path / pod, env=environment)
         statuses.append(done.returncode)
     assert statuses == [75, 0], done.stderr
     assert "resumed from step 250" in done.stderr

@@ -43,8 +43,8 @@ CASES: dict[str, tuple[slice, bool, bool, list[str]]] = {
 }
 
 
-def restore_abstract(process: Process, directory: str) -> dict[str, Any]:
-    """Restores by abstract templates; returns which shardings are the old ones."""
+def restore_abstract(process: Process, directory: str) -> tuple[dict[str, Any], str]:
+    """Restores by abstract templates; returns which shardings are the old ones, and an error."""
     import jax
     from jax.sharding import AxisType
 
@@ -67,16 +67,10 @@ def restore_abstract(process: Process, directory: str) -> dict[str, Any]:
             for name in ("rows", "both", "whole")
             if found[name].sharding.is_equivalent_to(state[name].sharding, state[name].ndim)
         ]
-    return results
+    return results, restore_with_other_axes(f"{directory}/other axes")
 
 
-@pytest.mark.needs("jax", "0.7")
-def test_abstract_templates(tmp_path: Path) -> None:
-    (found,) = run_processes(restore_abstract, 1, str(tmp_path), devices_per_process=8)
-    assert found == {case: expected for case, (*_, expected) in CASES.items()}
-
-
-def restore_with_other_axes(process: Process, directory: str) -> str:
+def restore_with_other_axes(directory: str) -> str:
     """Restores by a template on another mesh of half of the devices; returns the error."""
     import jax
     from jax.sharding import AxisType
@@ -92,6 +86,7 @@ def restore_with_other_axes(process: Process, directory: str) -> str:
 
 
 @pytest.mark.needs("jax", "0.7")
-def test_a_mesh_whose_devices_are_not_known(tmp_path: Path) -> None:
-    (error,) = run_processes(restore_with_other_axes, 1, str(tmp_path / "saved"), devices_per_process=8)
+def test_abstract_templates_return_to_their_mesh_or_say_that_its_devices_are_unknown(tmp_path: Path) -> None:
+    ((found, error),) = run_processes(restore_abstract, 1, str(tmp_path), devices_per_process=8)
+    assert found == {case: expected for case, (*_, expected) in CASES.items()}
     assert re.search(r"rows.*whose devices are unknown: it needs 4 of the 8.*jax\.set_mesh\(mesh\)", error), error

@@ -61,11 +61,20 @@ def train(
     return start, step + 1, part, int(rng.integers(1 << 40))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run that nothing stops: its directory, and how each process ended."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return directory, run_processes(train, COUNT, str(directory), None)
+
+
 @pytest.mark.parametrize(("terminate", "mirrored"), [(3, False), (8, True)])
-def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: bool) -> None:
+def test_a_preemption_of_one_process(
+    tmp_path: Path, undisturbed: tuple[Path, list[Any]], terminate: int, mirrored: bool
+) -> None:
     """With a mirror, the last step is there when the run ends; all processes resume from it on another machine."""
     mirror = str(tmp_path / "mirror") if mirrored else None
-    whole = run_processes(train, COUNT, str(tmp_path / "whole"), None)
+    _, whole = undisturbed
     stopped = run_processes(train, COUNT, str(tmp_path / "runs"), terminate, mirror)
     last = {step for _, step, _, _ in stopped}
     assert len(last) == 1
@@ -87,8 +96,9 @@ def test_fewer_processes_go_on(tmp_path: Path) -> None:
     assert resumed[0][1] == STEPS
 
 
-def test_what_each_process_has_is_seen_from_outside(tmp_path: Path) -> None:
-    ended = run_processes(train, COUNT, str(tmp_path), None)
+def test_what_each_process_has_is_seen_from_outside(tmp_path: Path, undisturbed: tuple[Path, list[Any]]) -> None:
+    directory, ended = undisturbed
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     found = hf.load(tmp_path)
     assert sorted(found) == ["extras", "process/0", "process/1", "state"]
     for index, (_, _, part, position) in enumerate(ended):

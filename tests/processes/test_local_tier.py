@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +102,28 @@ def train_jax(
     return start, [np.asarray(one.data).tolist() for one in state["w"].addressable_shards]
 
 
+TRAIN: dict[Backend, Callable[..., Any]] = {"torch": train_torch, "jax": train_jax}
+Undisturbed = Callable[[Backend, int, int], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Returns how each process ends when nothing kills it."""
+
+    @functools.cache
+    def run(backend: Backend, count: int, per_host: int) -> list[Any]:
+        directory = str(tmp_path_factory.mktemp("undisturbed"))
+        return run_processes(TRAIN[backend], count, directory, per_host, None, backend=backend)
+
+    return run
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "count", "per_host"), [("torch", 2, 1), ("torch", 4, 2), ("jax", 2, 1)])
 def test_a_run_that_was_killed_continues_without_one_host(
-    tmp_path: Path, backend: Backend, count: int, per_host: int
+    tmp_path: Path, undisturbed: Undisturbed, backend: Backend, count: int, per_host: int
 ) -> None:
-    train = train_torch if backend == "torch" else train_jax
-    whole = run_processes(train, count, str(tmp_path / "whole"), per_host, None, backend=backend)
+    train, whole = TRAIN[backend], undisturbed(backend, count, per_host)
     for lost in range(count // per_host):
         directory = tmp_path / str(lost)
         run_outcomes(train, count, str(directory), per_host, 9, backend=backend)
@@ -119,9 +136,9 @@ def test_a_run_that_was_killed_continues_without_one_host(
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_process_that_dies_while_it_copies(tmp_path: Path, dies: int) -> None:
+def test_a_process_that_dies_while_it_copies(tmp_path: Path, undisturbed: Undisturbed, dies: int) -> None:
     """The step is on no host then; what was local before counts, and the others raise an error that names the one."""
-    whole = run_processes(train_torch, 2, str(tmp_path / "whole"), 1, None, backend="torch")
+    whole = undisturbed("torch", 2, 1)
     run_outcomes(train_torch, 2, str(tmp_path), 1, 5, backend="torch")
     # The other one waits for it at several barriers.
     killed = run_outcomes(train_torch, 2, str(tmp_path), 1, None, 1, backend="torch", kill=(dies, "copied"))

@@ -14,34 +14,6 @@ from tests.processes.harness import Process, run_outcomes, run_processes
 
 import holdfast as hf
 
-READ_ONCE = """
-import pathlib
-
-import torch
-import torch.distributed as dist
-
-import holdfast as hf
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(2048, 1024) for _ in range(4)])  # 32 MiB, equal on all processes
-
-
-def bytes_read():
-    return int(pathlib.Path("/proc/self/io").read_text().split()[1])
-
-
-options = hf.CheckpointManagerOptions(load_and_broadcast=True)
-with hf.CheckpointManager("runs/read_once", options=options) as manager:
-    manager.save(1, model.state_dict(), force=True)
-    manager.wait_until_finished()
-    before = bytes_read()
-    model.load_state_dict(manager.restore_latest(model.state_dict()).items)
-    print(f"process {rank} has read {(bytes_read() - before) / 2**20:.0f} MiB")
-dist.destroy_process_group()
-"""
-
 
 def run_program(process: Process, directory: str, program: str, *arguments: str) -> None:
     """Runs the program in one of several processes that are connected already, as imports take long."""
@@ -106,13 +78,6 @@ def test_jax(examples: Examples, tmp_path: Path) -> None:
     found = hf.load(tmp_path / "runs" / "jax")
     assert found["state"]["w"].shape == (12,)
     assert found["process/0"]["batches"] != found["process/1"]["batches"]
-
-
-def test_reading_once(tmp_path: Path) -> None:
-    """As the page says, each process reads a share; the kernel counts what."""
-    run_processes(train, 4, str(tmp_path), READ_ONCE, backend="torch")
-    lines = (tmp_path / "output").read_text().splitlines()
-    assert sorted(lines) == [f"process {rank} has read 8 MiB" for rank in range(4)]
 
 
 @pytest.mark.examples("docs/local_tier.md", "python 2", "console 1")

@@ -45,7 +45,7 @@ trees = st.recursive(
 
 
 @given(trees)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_every_plain_tree_comes_back(tree: Any) -> None:
     again = through_json(tree)
     assert repr(again) == repr(tree)  # types, order of keys and all
@@ -167,7 +167,7 @@ def test_empty_containers_stay_unless_a_leaf_beside_them_goes() -> None:
     assert containers.select([False, True]).build([2]) == {"d": {"e": 2}}
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(tree=TREES, patterns=st.lists(PATTERNS.map("/".join), min_size=1, max_size=3))
 def test_looking_leaves_up_and_reading_all_agree(tree: Any, patterns: list[str]) -> None:
     flat = flatten(tree)

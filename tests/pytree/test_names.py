@@ -57,7 +57,7 @@ def test_text_that_no_key_escapes_to_is_refused(text: str) -> None:
 
 
 @given(keys)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_every_key_comes_back(key: str) -> None:
     escaped = escape_key(key)
     assert unescape_key(escaped) == key
@@ -70,7 +70,7 @@ def test_every_key_comes_back(key: str) -> None:
 @example(["layers.0.weight", "layers.0.bias"])
 @example(["a.__lock", "b"])
 @example(["a.%2", "E"])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_keys_are_escaped_together_as_one_by_one(several: list[str]) -> None:
     escaped = escape_keys(several)
     assert escaped == [escape_key(key) for key in several]
@@ -82,7 +82,7 @@ def test_keys_are_escaped_together_as_one_by_one(several: list[str]) -> None:
 @example([""], ["%"])
 @example(["a", "b"], ["a.b"])
 @example(["", ""], ["."])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_different_paths_have_different_names(one: list[str], other: list[str]) -> None:
     assert split(join(one)) == one
     assert (join(one) == join(other)) == (one == other)

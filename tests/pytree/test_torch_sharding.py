@@ -33,7 +33,7 @@ def shardings(draw: st.DrawFn) -> DTensorSharding:
     return DTensorSharding(mesh, tuple(divisions), shape)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(shardings())
 def test_parts_cover_the_array_once_and_processes_hold_what_cutting_gives(sharding: DTensorSharding) -> None:
     covered = np.zeros(sharding.shape, int)

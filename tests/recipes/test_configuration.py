@@ -285,7 +285,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text("xyz", min_size=1), plain, max_size=5))
 def test_what_is_written_is_read_again(values: dict[str, object]) -> None:
     document = read_yaml(to_yaml(values), "file")

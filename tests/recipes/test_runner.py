@@ -138,17 +138,6 @@ def test_changes_that_are_allowed_are_named_and_remembered(caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("trained")
-def test_never_resume_refuses_to_mix_runs() -> None:
-    with pytest.raises(hf.CheckpointExistsError, match="newest of step 2"):
-        train("flax_digits", "checkpoint.resume=never")
-
-
-def test_must_resume_refuses_to_start_over() -> None:
-    with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint in"):
-        train("flax_digits", "checkpoint.resume=must")
-
-
-@pytest.mark.usefixtures("trained")
 def test_the_configuration_lies_with_the_checkpoints() -> None:
     written = load_configuration("runs/flax_digits/config.yaml")
     with hf.CheckpointManager("runs/flax_digits/checkpoints") as manager:
