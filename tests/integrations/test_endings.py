@@ -149,13 +149,14 @@ def test_after_a_preemption_and_before_the_first_step_nothing_is_lost(
 
 
 _ENDLESS = """
-import itertools, sys
+import itertools, sys, time
 import holdfast as hf
 
 checkpoint = hf.CheckpointCallback("run", save_interval_steps=5)
 state, start = checkpoint.restore_or_initialize({"w": 0})
 for step in itertools.count(start + 1):
     print("step", step, flush=True)
+    time.sleep(0.005)  # the terminal closes here: a line that is printed just then fails before the signal comes
     if checkpoint.on_step(step, state).should_stop:
         checkpoint.close()
         sys.exit(checkpoint.exit_status)
