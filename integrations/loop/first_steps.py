@@ -16,11 +16,23 @@ from itertools import chain, compress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import HoldfastError, OptionError, StateError, shortened
 from ...engine.generators import is_generator
 from ...engine.loaders import LoaderPosition, drawing_sampler
-from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch_tensor, loaded, unwrapped_name
+from ...engine.pytree import (
+    Sampler,
+    Samples,
+    Ways,
+    flatten,
+    is_jax_array,
+    is_plain,
+    is_torch_tensor,
+    loaded,
+    unwrapped_name,
+)
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
@@ -89,7 +101,8 @@ _DIVIDED = (
 )
 _AS_EXTRAS = (
     "What belongs to one process, such as a stage of a pipeline, is an extra, of which each process saves its own: "
-    "restore_or_initialize({}, model=model, optimizer=optimizer), and on_step(step, {}, model=model, ...)"
+    "restore_or_initialize({}, model=model, optimizer=optimizer), and on_step(step, {}, model=model, ...). Arrays and "
+    "keys of one process belong in an extra that is an object with get_state and set_state"
 )
 _OTHER_PARTS = f"the processes train other parameters (%s), and must have the same in the state. {_AS_EXTRAS}"
 _UNEQUAL = (
@@ -278,16 +291,18 @@ def warn_of_index(step: int, tree: Any) -> None:
         logger.warning(_INDEX, step, step + 1, shortened([*counters], 2), step)
 
 
-def compare_processes(processes: ProcessGroup, state: Any, step: int | None = None) -> None:
+def compare_processes(
+    processes: ProcessGroup, state: Any, extras: Mapping[str, Any] | None = None, step: int | None = None
+) -> None:
     """Raise OptionError if the processes train other parameters; at the save of a step, warn about other values."""
     if processes.alone:
         return
     parts: dict[str, int] = {}
     with contextlib.suppress(Exception):  # the other processes wait for an answer in any case
-        trained = _trained(state)
-        parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in trained.items()}
+        alike = _alike(state, extras or {})
+        parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in alike.items() if is_torch_tensor(leaf)}
         if step is not None:
-            plain = {name: leaf for name, leaf in trained.items() if not hasattr(leaf, "placements")}
+            plain = {name: leaf for name, leaf in alike.items() if not hasattr(leaf, "placements")}
             parts = dict(zip(plain, Sampler().take([*plain.values()]).fetch(1)[0].tolist(), strict=True))
     # If a process does not answer, the save itself fails and says why.
     with contextlib.nullcontext() if step is None else contextlib.suppress(HoldfastError, OSError):
@@ -303,14 +318,20 @@ def _differing(values: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted({name for each in others for name, _ in first.items() ^ each.items()})
 
 
-def _trained(state: Any) -> dict[str, Any]:
-    """Return parameters that a state trains, and their optimizer state, by name; the same choice in all processes."""
+def _alike(state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return leaves that must be equal in all processes, by name; the same choice in all processes."""
     torch: Any = loaded("torch")
-    live = [] if torch is None else [value for _, value in live_objects(state)]
-    optimizers = [value for value in live if isinstance(value, torch.optim.Optimizer)]
-    held, ways = {*map(id, chain(*map(_moments, optimizers)))}, Ways(state if live else None, _SAMPLED)
-    leaves = zip(ways.names, ways.follow(state), strict=True)
-    return {n: leaf for n, leaf in leaves if is_torch_tensor(leaf) and (leaf.requires_grad or id(leaf) in held)}
+    optimizers = [each for _, each in live_objects(state) if isinstance(each, torch.optim.Optimizer)]
+    held = {*map(id, chain(*map(_moments, optimizers)))}
+
+    def is_alike(leaf: Any) -> bool:  # torch's buffers may differ
+        if is_torch_tensor(leaf):
+            return leaf.requires_grad or id(leaf) in held
+        return isinstance(leaf, np.ndarray) or (is_jax_array(leaf) and leaf.is_fully_addressable)
+
+    both = [(Ways(root, _SAMPLED), root) for root in (extras, state)]
+    leaves = chain(*(zip(ways.names, ways.follow(root), strict=True) for ways, root in both))
+    return {name: leaf for name, leaf in leaves if is_alike(leaf)}
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

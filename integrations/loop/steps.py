@@ -263,7 +263,8 @@ class StepSaver:
         assert self.step is not None
         with part_of_save(self._manager, self.step):
             if self._saved is None:  # first in a save, so that all processes come here
-                compare_processes(self._manager.processes, self._report.state, self.step)
+                shared = {name: self._report.extras.get(name) for name in self._templates}
+                compare_processes(self._manager.processes, self._report.state, shared, self.step)
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
             step, state, metrics = self._report.step, self._report.state, taken["metrics"] or {}

@@ -181,6 +181,27 @@ def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Pat
         assert [text.startswith("step 1 is saved without the gradients of 2 parameters") for text in warnings] == [True]
 
 
+def save_own(process: Process, directory: str, library: str) -> list[str]:
+    """Saves an array of each process as if it were one of all; returns what is logged."""
+    import jax
+    import numpy as np
+
+    noise = np.arange(3) + process.index if library == "numpy" else jax.random.key(process.index)
+    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": np.ones(2)}, noise=noise)
+        for step in (1, 2):
+            checkpoint.on_step(step, state, noise=noise)
+    return logged.warnings
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax"])
+def test_arrays_of_each_process_that_are_saved_once_are_named(library: str, tmp_path: Path) -> None:
+    (warning,), others = run_processes(save_own, 2, str(tmp_path), library, backend="jax")
+    assert warning.startswith("step 1 is saved although other processes hold other values of noise")
+    assert "an object with get_state and set_state" in warning
+    assert not others
+
+
 def train_with_zero(process: Process, directory: str, steps: int) -> tuple[str, list[float], list[float]]:
     """Trains with a ZeroRedundancyOptimizer; returns why it is refused, the learning rates and the weights."""
     import torch
