@@ -295,7 +295,8 @@ class VersionCounters:
         """Return why the tensors of the last step can no longer be saved, or None if they have not changed since."""
         before = self._samples if self._are_counted is False else None
         if (before is not None and before.differs(self._sample())) or self._now() != self._noted:
-            return "its tensors were changed since; call on_step after every update"
+            again = "once more after forward passes at the end, such as those of micro-batches that are left"
+            return f"its tensors were changed since; call on_step after every update, and {again}"
         return None
 
     def _now(self) -> list[int]:

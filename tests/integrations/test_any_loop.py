@@ -375,18 +375,24 @@ def test_a_damaged_step_is_passed_over(place: str, stored: Any, caplog: pytest.L
 
 
 @pytest.mark.parametrize("kind", ["dict of torch", "module", "object", "component"])
-def test_a_state_that_has_moved_on_is_not_saved_under_the_last_step(
+def test_a_state_that_has_moved_on_is_not_saved_under_the_last_step_unless_it_is_reported_again(
     kind: str, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = KINDS[kind]
-    state = driver.make(1)
-    with hf.CheckpointCallback(place, save_interval_steps=2) as checkpoint:
-        for step in (1, 2, 3):
-            state = driver.update(state, torch.ones(4, 3))
-            checkpoint.on_step(step, state)
-        driver.update(state, torch.ones(4, 3))  # and the loop ends before it reports the step
-    assert hf.CheckpointManager(place).all_steps() == [2]
-    assert "step 3 is not saved at the end: its tensors were changed since; call on_step" in caplog.text
+    for again in (False, True):
+        state = driver.make(1)
+        with hf.CheckpointCallback(f"{place}/{again}", save_interval_steps=2) as checkpoint:
+            for step in (1, 2, 3):
+                state = driver.update(state, torch.ones(4, 3))
+                checkpoint.on_step(step, state)
+            driver.update(state, torch.ones(4, 3))  # and the loop ends
+            if again:
+                checkpoint.on_step(3, state)
+        assert hf.CheckpointManager(f"{place}/{again}").all_steps() == [2, 3][: 1 + again]
+    [lost] = [text for text in caplog.messages if "not saved at the end" in text]
+    assert (
+        "step 3 is not saved at the end: its tensors were changed since; call on_step after every update, and" in lost
+    )
 
 
 def test_an_optimizer_as_an_extra(place: str, caplog: pytest.LogCaptureFixture) -> None:
