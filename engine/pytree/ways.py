@@ -302,7 +302,8 @@ def _attributes(value: Any) -> list[str]:
         return []
     is_module = loaded("torch") is not None and isinstance(value, torch.nn.Module)
     omitted = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else frozenset()
-    if (torchmetrics := loaded("torchmetrics")) is not None and isinstance(value, torchmetrics.Metric):
+    torchmetrics: Any = loaded("torchmetrics")
+    if torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
         omitted |= _CACHES
     names = [name for name in [*attributes] if isinstance(name, str) and name not in omitted]
     return [name for name in names if not name.startswith(_INTERNAL)]
@@ -315,7 +316,8 @@ def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     return frozenset(name for cls in classes for name in vars(cls()))
 
 
-_CACHES = {"_computed", "_forward_cache"}  # attributes of metrics that the next call or compute() overwrites
+# Attributes of torchmetrics' metrics and collections that the next call or compute() overwrites.
+_CACHES = {"_computed", "_forward_cache", "_groups", "_groups_checked", "_state_is_copy"}
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # prefixes of library-internal names
 
 

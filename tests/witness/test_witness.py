@@ -310,6 +310,19 @@ def test_attributes_are_texts_without_addresses() -> None:
     assert Ways(state, 256).attributes(state)["plain.count"] == "6"
 
 
+def test_what_metrics_only_cache_is_no_attribute() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metrics = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.SumMetric()])
+    ways = Ways({"metrics": metrics}, 0)
+    before = ways.attributes({"metrics": metrics})
+    metrics.update(torch.ones(3))
+    metrics.compute()
+    after = ways.attributes({"metrics": metrics})
+    changed = {name.rpartition(".")[2] for name, text in after.items() if before[name] != text}
+    assert "_update_count" in changed
+    assert changed <= {"_update_count", "mean_value", "sum_value", "weight"}
+
+
 def test_the_leaves_of_a_batch() -> None:
     arrays, text = leaves_of({"x": np.ones(2), "y": [torch.ones(1), "label", 3], "z": None})
     assert len(arrays) == 2
