@@ -41,7 +41,7 @@ class CopyReport:
         path: The path or URL of the copy.
         step: The checkpoint's step, or None if it was not saved by a manager.
         bytes: The total size of the checkpoint's files in bytes.
-        sent: The number of bytes transferred, excluding files that already existed or that the store copied itself.
+        sent: The number of bytes transferred, excluding files that already existed or were copied within the store.
     """
 
     source: str
@@ -65,9 +65,9 @@ def copy_checkpoint(
     Files are copied unchanged, and every byte is verified against the saved checksums. A copy is committed only after
     all of its files are durable, so an interrupted call leaves no checkpoint, and a repeated call transfers only the
     missing files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with
-    credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, each file is
-    held in memory while it is uploaded, which takes up to three times its size. If several processes call this
-    function, process 0 copies the files while the others wait.
+    credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, the upload of a
+    file needs memory of up to three times the file's size. If several processes call this function, process 0 copies
+    the files while the other processes wait.
 
     Args:
         source: The path or URL of a holdfast checkpoint or of a run's directory.
@@ -166,7 +166,7 @@ class _Copy:
                         ownership.check()
                         target = destination / there.get((entry.series, entry.step), entry.location.name)
                         done.append(self._copy_one(entry.location, target, share))
-                        # Unlike the copied record, the entry's record includes metrics added by other programs.
+                        # The record in ``entry``, unlike the copied one, includes metrics added by other programs.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
                     except CheckpointNotFoundError:  # the run has since deleted the step

@@ -150,7 +150,7 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 class SyncSchedule:
     """Schedules the steps at which processes agree on whether to save. The schedule is the same on all processes."""
 
-    # Process 0 predicts from the loop's pace in how many steps a time-based save is due, and schedules an agreement
+    # From the loop's pace, process 0 predicts how many steps remain until a time-based save, and schedules an agreement
     # after half of them. If saves depend on the step, processes also check for a failed save at growing intervals.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
@@ -174,7 +174,7 @@ class SyncSchedule:
             return True
         if not self._counts_steps or self._outcome is None or step < self._outcome[0]:
             return False
-        # The outcome of the last save does not matter if the next one is due anyway.
+        # The outcome of the last save does not matter if a save is due at this step anyway.
         return not any(trigger.reason(Moment(step=step, previous=previous)) for trigger in self.certain)
 
     def save_began(self, step: int) -> None:
@@ -232,7 +232,7 @@ class StepPace:
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
         usual = median(self._usual)  # computed here, because in save_begins() it would delay the loop
-        # Durations vary, so report a delay only if three in four steps took longer than the median step without a save.
+        # Durations vary, so report a delay only if 3 in 4 steps during a save took longer than the median without one.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
@@ -241,8 +241,8 @@ class StepPace:
 class SaveDecisions:
     """Decides at each step whether to save. Intervals are measured from the start of the last successful save."""
 
-    # The loop may continue while a save is written. If it fails, intervals are again measured from the save before it,
-    # so the next step is due. Processes may notice the failure at different steps, so process 0 reports it to all.
+    # The loop may continue while a save is written. If the save fails, intervals count from the previous save again, so
+    # a save is due at the next step. Processes may notice the failure at different steps, so process 0 informs all.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -325,7 +325,7 @@ class SaveDecisions:
 class AbandonedSteps:
     """Tracks the steps after the one from which a run resumed, until the run replaces or passes them."""
 
-    # The warning must come from this run, because a later run cannot determine which branch a step belongs to.
+    # Warn about these steps in this run, because a later run cannot determine which branch a step belongs to.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory

@@ -110,7 +110,7 @@ def record_metrics(
 ) -> None:
     """Add metrics to a step from outside its run, for example from a separate evaluation program.
 
-    This call changes none of the run's files, so the run may continue. The run reads the new metrics before it deletes
+    This call changes none of the run's files, so the run need not stop. The run reads the new metrics before it deletes
     further steps, and ``best_step``, ``metrics`` and ``holdfast ls`` include them immediately.
 
     Args:
@@ -121,8 +121,8 @@ def record_metrics(
         clock: The clock that timestamps the metrics; later metrics replace earlier ones of the same name.
 
     Raises:
-        CheckpointNotFoundError: The step does not exist, or the run deleted or replaced it during the call; in this
-            case, the metrics are discarded.
+        CheckpointNotFoundError: The step does not exist, or the metrics are discarded because the run deleted or
+            replaced the step during the call.
         DamagedCheckpointError: The step is damaged.
         OptionError: The metrics are not numbers.
 
@@ -179,7 +179,7 @@ class RunDirectory(StepIndex):
         self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
         self._changing = Lock()  # serializes changes to records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._keeps_tombstones = False  # whether the mirror may still have steps that have been deleted here
+        self._keeps_tombstones = False  # whether the mirror may still have steps deleted from this directory
 
     @property
     def identity(self) -> RunIdentity:
@@ -238,7 +238,7 @@ class RunDirectory(StepIndex):
 
     @property
     def tombstones(self) -> Tombstones:
-        """The steps that were explicitly deleted here but may still exist in another storage tier."""
+        """The steps that were explicitly deleted from this directory but may still exist in another storage tier."""
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
@@ -254,7 +254,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Before a step is deleted, record that neither its copy in the mirror nor any local step may be restored."""
+        """Before a deletion, record that no local step, and no mirror copy of a deleted step, may be restored."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -335,8 +335,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # Remove an empty folder, as left by a run that was killed before locking it, unless it is newer than
-                # the owner file: another program may be about to fill it. (The file system sets the times of both.)
+                # Remove an empty folder, which a run leaves if it is killed before locking it. Keep a folder newer than
+                # the owner file, which another program may be about to fill. The file system sets both times.
                 with contextlib.suppress(OSError):  # usually raised because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -410,7 +410,7 @@ class RunDirectory(StepIndex):
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Move a step's folder aside if it cannot be read or replaced; remove a link that is to be replaced."""
-        # Keep the folder, which may become readable again, and the target of a link, which is not part of the run.
+        # Delete neither the folder, which may become readable again, nor a link's target, which is outside the run.
         error, folder = self._indexed(step).error, self.step_location(step)
         # A new record file cannot replace a directory, pipe or link of the same name.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()

@@ -273,5 +273,5 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """If a step is in other storage tiers but cannot be read, return a message suffix about it; otherwise, ""."""
+        """Return a suffix for error messages if other storage tiers have a step that cannot be read; otherwise, ""."""
         return "".join(place.elsewhere(step) for place in self._places)

@@ -1,12 +1,12 @@
 """Periodic policies, and a save interval that is learned from a run's events to minimize the lost training time.
 
-If a save costs ``C`` seconds and saves are ``T`` seconds apart, they take the fraction ``C / T`` of the time. If
-failures occur every ``M`` seconds on average, each loses half an interval, plus the time until a save is durable and
-the time to resume, neither of which depends on T. The sum is minimal for ``T = sqrt(2 * C * M)`` (J. W. Young, A first
-order approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the
-optimum checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume does not affect the
-optimum, and that the estimate is within 10 % of the optimum if a save costs less than a seventh of the time between
-failures.
+If a save costs ``C`` seconds and saves are ``T`` seconds apart, saving takes the fraction ``C / T`` of the time. If
+failures occur every ``M`` seconds on average, each failure loses half an interval, plus the time until a save is
+durable and the time to resume, neither of which depends on T. The total loss is minimal for ``T = sqrt(2 * C * M)``
+(J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974). J. T. Daly (A higher
+order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006) shows that the time to resume
+does not affect the optimum, and that Young's estimate is within 10 % of the optimum if a save costs less than a seventh
+of the time between failures.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\
 
 @dataclass(frozen=True, kw_only=True)
 class Every(SavePolicy, KeepPolicy):
-    """A policy for ``save=`` and ``keep=`` with a period in steps or in time.
+    """A policy for ``save=`` and ``keep=`` whose period is a number of steps or a duration.
 
     As a :class:`SavePolicy`, it saves when the step reaches or passes a multiple of ``steps``, or when ``secs`` have
     elapsed since the last save. As a :class:`KeepPolicy`, it selects the first step at or past each multiple of
-    ``steps``, or steps that are ``secs`` apart, and keeps the newest ``keep`` of them.
+    ``steps``, or steps at least ``secs`` apart, and keeps the newest ``keep`` of these steps.
 
     >>> CheckpointManagerOptions(save=[Every(steps=100, keep=5), Every(steps=1000)])  # doctest: +SKIP
 
@@ -72,8 +72,8 @@ class Every(SavePolicy, KeepPolicy):
 
     @property
     def interval_secs(self) -> float | None:
-        """The interval between saves in seconds; None for a period in steps."""
-        return self.secs if isinstance(self.secs, float) else None  # __post_init__ converted it to float
+        """The interval between saves in seconds, or None if the interval is given in steps."""
+        return self.secs if isinstance(self.secs, float) else None  # __post_init__ has converted ``secs`` to float
 
     def reason(self, moment: Moment) -> str | None:
         """Return why a save is due, or None."""
@@ -108,7 +108,7 @@ class Every(SavePolicy, KeepPolicy):
         for info in ordered:
             if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
                 continue
-            # If the time is earlier, the clock was set back, so measure the next interval from the new time.
+            # A step with an earlier time than ``last`` was saved after the clock was set back; measure from its time.
             kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
             last = info.time
         return kept
@@ -125,7 +125,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
-    """Return the interval between saves in seconds, or its (least, greatest) bounds if it is to be learned."""
+    """Return the interval between saves in seconds, or (least, greatest) bounds if the interval is to be learned."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
             return seconds(given, name=name)
@@ -152,7 +152,7 @@ def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The training time that a save interval is expected to lose, in seconds per day."""
+    """The training time, in seconds per day, that is expected to be lost with a given save interval."""
 
     saving: float  # time lost because the loop waits for saves or is slowed down by them
     failing: float  # time lost by resuming after failures and repeating work
@@ -201,7 +201,7 @@ class Experience:
         """The median cost of recent saves, in seconds of training time; None before the first save.
 
         The cost of a save is how long the loop waits for it, excluding the wait for the previous save, plus the time
-        that steps lose while the save is written.
+        lost to slower steps while the save is being written.
         """
         return median(self._costs) if self._costs else None
 
@@ -252,7 +252,7 @@ class Experience:
         """Return the optimal interval in seconds within the given bounds, or the lower bound before the first save."""
         if (cost := self.cost) is None:
             return least
-        # An interval below ``durable`` is useless, because a save waits until the previous one is durable.
+        # An interval below ``durable`` gains nothing, because a save waits until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:

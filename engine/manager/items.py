@@ -109,7 +109,7 @@ class ItemSet:
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Let ``step`` share data files with earlier steps, except the newest step and the one before ``step``."""
+        """Let ``step`` share data files with earlier steps, but not with the newest one or the one before ``step``."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -153,7 +153,7 @@ class ItemSet:
         return values if self._several else values.get(ITEM)
 
     def structure(self, stored: StoredItems) -> Any:
-        """Describe the items without reading their data; return None for a single item if its handler cannot do so."""
+        """Describe the items without reading their data; a single item is None if its handler cannot describe it."""
         structures = {
             name: stored.structure(saved, self._checkpointers[name].handler)
             for name, saved in self._names(stored, None).items()

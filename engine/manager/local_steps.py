@@ -44,7 +44,7 @@ COPIES = "copies"  # subfolder for copies of other hosts' files
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
     """For each host, return the indices of the ``copies`` other hosts that keep copies of its files."""
     # The ring alternates between failure domains. Each host sends copies to the next hosts that are in other domains,
-    # and to hosts in its own domain only if there are too few of those.
+    # and to hosts in its own domain only if the other domains have too few hosts.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
     keepers: list[list[int]] = [[] for _ in domains]
     for position, host in enumerate(ring):
@@ -330,7 +330,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Choose the given step, or the newest if all in the directory are older; also return why steps are unused."""
+        """Choose ``step``, or the newest local step if it is newer than the directory's. Also explain unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -380,7 +380,7 @@ class LocalHosts:
         self.unused, self.further, self.left = {}, set(), set()  # replaced, because other threads may be iterating
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return this host's damaged files; check only those with (``digested``) or without checksums in the record."""
+        """Return this host's damaged files; check only files whose checksum the record has (``digested``) or lacks."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
@@ -445,7 +445,7 @@ class LocalHosts:
 
     def make_folder(self, rendezvous: Rendezvous | None) -> None:
         """Create the run's folder on all hosts; raise StorageError on all processes if this fails on any host."""
-        # Use the rendezvous of the local save, because it does not wait for processes that have left after a failure.
+        # Use the local save's rendezvous, because it does not wait for processes that have left after a failure.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:

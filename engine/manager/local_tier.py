@@ -2,9 +2,9 @@
 
 The files of a local step are distributed over the hosts. In the run's folder, ``<url>/<run>``, each host stores the
 files of its own processes in ``own/<folder>``, and copies of other hosts' files in ``copies/<folder>``. Process 0
-merges the index as in any save, so the index and the commit record are on its host and on the hosts that keep its
-copies. After all files and copies have been written, process 0 writes the commit record, and older steps are removed.
-At the next start, `local_steps` finds the newest step.
+merges the index as in any save, so the index and the commit record are on process 0's host and on the hosts that
+keep copies of its files. After all files and copies have been written, process 0 writes the commit record, and older
+steps are removed. At the next start, `local_steps` finds the newest step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .run import Run, failing_together
 _logger = logging.getLogger("holdfast")
 
 _KEPT = 2  # number of local steps to keep
-_BRANCHES = 8  # maximum number of branches in the history, more than the kept steps can span
+_BRANCHES = 8  # maximum number of branches in the history; the kept steps span fewer
 _SENDERS = 4  # number of files that a host sends concurrently
 _SILENCE = 60.0  # minimum time in seconds between two events about local saves
 
@@ -55,7 +55,7 @@ class LocalTier(StepPlace):
 
     shown = "the local places of the hosts"
 
-    # The program's thread changes the history if it restores a step before it has reported any, and if the number of a
+    # The history changes on the program's thread: when a step is restored before any step has been reported, and when a
     # reported step shows that the program went back. A save uses the history as of its start. Process 0 stores this
     # history just before the commit; until then, steps of an abandoned branch remain valid.
 
@@ -125,7 +125,7 @@ class LocalTier(StepPlace):
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
     def _see(self, step: int, *, again: bool = False) -> None:
-        """Process a step reported by the program; start a branch if the run went back or saves a step ``again``."""
+        """Note a step reported by the program; start a branch if the run went back or saves the step ``again``."""
         # Base the decision to save locally on reported steps, which, unlike restores, are the same on all processes.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # only an inspection: a run that resumed there would have reported an earlier step
+            restored = None  # only inspected: a run that resumed from it would have reported an earlier step
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -207,7 +207,7 @@ class LocalTier(StepPlace):
     def note(self, history: LocalHistory) -> None:
         """Store a history, which invalidates all local steps outside of it; called on process 0 before each commit."""
         with self._noting:
-            if history.number >= self._noted:  # equal if a fetch from the mirror has replaced the stored history
+            if history.number >= self._noted:  # if equal, store it again: a fetch from the mirror may have replaced it
                 self._steps.note_branches(history.branches)
                 self._noted = history.number
 

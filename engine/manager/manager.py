@@ -418,8 +418,8 @@ class CheckpointManager(ExplainsNames):
             reason: The reason for the save in the log and the commit record; None uses the triggers' reason.
 
         Returns:
-            True if the step was saved, or if its background save has started; False if no save is due, or if other
-            files in the step's folder prevent it.
+            True if the step was saved, or if its background save has started; False if no save is due, or if
+            other files in the step's folder prevent the save.
 
         Raises:
             SaveFailedError: The previous background save failed. This step is still saved, unless another process did
@@ -645,7 +645,7 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
 
 
 def restores_of(manager: CheckpointManager) -> int:
-    """Return a number that grows with each restore, even of the step that was restored last."""
+    """Return a number that grows with each restore, even if the same step is restored again."""
     return manager._abandoned.restores
 
 
@@ -669,7 +669,7 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """If a step is in other storage tiers but cannot be read, return a message suffix about it; otherwise, ""."""
+    """Return a suffix for error messages if other storage tiers have a step that cannot be read; otherwise, ""."""
     return manager._steps.elsewhere(step)
 
 

@@ -1,7 +1,7 @@
 """Look up and compare the metrics of a step, and convert metrics to their stored form.
 
 Metrics are a dictionary whose values are numbers, or lists, arrays, dictionaries and other containers of numbers.
-Metrics of another type are stored in a dictionary under the key ``""``, and are returned unchanged.
+Metrics without named entries are stored in a dictionary under the key ``""``, and are unwrapped when returned.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has been reported, or the warning logged
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check a step's metrics without device transfers; ``saved`` contains the ranking metric's saved values."""
+        """Check a step's metrics without device transfers; ``saved`` contains the ranking metric of the saved steps."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the metric's name, or None if its value is a number; also return the value, ``_ABSENT`` if missing."""
+    """Return the name (None if the value is a number) and the value (``_ABSENT`` if missing) of a metric."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

@@ -91,7 +91,7 @@ class _Copying(NamedTuple):
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Raised to end a copy because the run ends, or because the step was deleted, replaced or superseded."""
+    """Raised to cancel a copy because the run ends, or because the step was deleted, replaced or superseded."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -239,7 +239,7 @@ class RunMirror(StepPlace):
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-            # A listener that deletes steps on the copying thread must not wait for its own thread.
+            # If a listener deletes steps on the copying thread, that thread must not wait for itself.
             waits = point == "deleted" and is_primary and threading.current_thread() is not self._thread
             if waits:
                 self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
@@ -295,7 +295,7 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, even if not due, within ``timeout`` (by default, ``wait_secs``) seconds; then stop."""
         limit = self._limit if timeout is None else timeout
-        if self._phase is _Phase.FINISHED:  # copy witness records that were added later
+        if self._phase is _Phase.FINISHED:  # witness records may have been added since mirroring ended
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)

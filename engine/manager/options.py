@@ -99,7 +99,7 @@ def shown_call(taker: object, directory: object, options: Any) -> str:
 
 
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown option; if it is another library's, suggest the equivalent."""
+    """Raise UnknownArgumentError for an unknown option; suggest the equivalent if another library has this option."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
@@ -128,7 +128,7 @@ class Mirror:
         save_interval_secs: Copy a step if it was saved at least this long after the last copied step: a number of
             seconds, or text such as ``"15m"`` or ``"1h"``.
         max_to_keep: Keep this many of the newest checkpoints, or with ``best_fn``, of the best checkpoints. If too few
-            have the metric, the newest of the others are kept as well.
+            checkpoints have the metric, the newest of the others are kept as well.
         keep_latest: Also keep this many of the newest checkpoints, even if they are not among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
         keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule.
@@ -346,7 +346,7 @@ class CheckpointManagerOptions(ProgramPolicies):
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; required
             if ``best_fn`` is a name. If it is a function, None means the largest value.
         max_to_keep: Keep this many of the newest checkpoints, or with ``best_fn``, of the best checkpoints. If too few
-            have the metric, the newest of the others are kept as well. None keeps all checkpoints.
+            checkpoints have the metric, the newest of the others are kept as well. None keeps all checkpoints.
         keep_latest: Also keep this many of the newest checkpoints, even if they are not among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
         keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule;
@@ -360,7 +360,7 @@ class CheckpointManagerOptions(ProgramPolicies):
             them again, by hard links, or by copies within S3 or Google Cloud Storage. Each step remains complete, and
             can be copied or deleted independently.
         step_name_width: The minimum number of digits in step names in a new directory, such as 8 for
-            ``00001200``; earlier versions refuse such a directory. An existing directory keeps its names.
+            ``00001200``; versions without this option refuse such a directory. An existing directory keeps its names.
         save: One or more policies for when to save, such as ``hf.Every(steps=100)`` or a custom ``hf.SavePolicy``,
             instead of ``save_interval_steps`` and ``save_interval_secs``. A step is saved when any policy is due.
         keep: One or more policies for what to keep, such as ``hf.Every(steps=100, keep=5)`` or a custom
@@ -370,8 +370,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default, the other rules apply to
             them as well.
         item_intervals: For a manager with several items, a dictionary that maps items that only some checkpoints need,
-            such as a replay buffer, to intervals in steps. The item is saved by the first save, by saves at or past a
-            multiple of its interval, and with ``force=True``. The newest checkpoint with the item is kept.
+            such as a replay buffer, to intervals in steps. Each item is saved by the first save, by saves at or past
+            a multiple of its interval, and with ``force=True``. The newest checkpoint with the item is kept.
         step_prefix: Name step directories ``<step_prefix>_<step>`` instead of ``<step>``. The underscore is omitted
             after a prefix that ends in ``-``.
         read_only: Never save, delete or sweep steps, so that the directory may belong to another run.
@@ -379,9 +379,9 @@ class CheckpointManagerOptions(ProgramPolicies):
         barrier_timeout_secs: The maximum time to wait for the program's other processes before an error names the
             missing ones: a number of seconds, or text such as ``"10m"``.
         load_and_broadcast: Whether data that several processes restore is read only once, and distributed by
-            collective operations of JAX or torch. None does this for programs on several machines and for checkpoints
-            in an object store if it avoids reading at least 64 MiB. False never does this. True always does, even for
-            ``restore(step)``.
+            collective operations of JAX or torch. None does this if it avoids reading at least 64 MiB, and the program
+            runs on several machines or the checkpoint is in an object store. False never does this. True always does,
+            even for ``restore(step)``.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_steps": 1}

@@ -60,7 +60,7 @@ class Ownership:
         self._process: int | None = None  # PID of the owner; recorded because a forked child does not own the directory
         self._lost = False
         self._size: int | None = None  # size in bytes of the owner file that this object has written
-        # In an object store, the location itself is the key, because different URLs of a folder have equal locations.
+        # In an object store, use the location as the key: a folder's URL can vary, but its locations compare equal.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
     @property
@@ -217,10 +217,10 @@ OPTIONS = "options.json"  # file with the retention options and the identity of 
 
 
 class Tombstone(NamedTuple):
-    """Marks a step or all later ones as deleted; storage tiers must not restore them unless they are saved again."""
+    """Marks one step, or all steps after it, as deleted. Storage tiers must not restore them unless saved again."""
 
     step: int
-    later: bool = False  # whether the tombstone covers all steps after ``step`` instead
+    later: bool = False  # True if the tombstone marks all steps after ``step`` instead of ``step``
     time: float | None = None  # covers only records saved up to this time (seconds since the epoch); None covers all
     fingerprint: str | None = None  # fingerprint of the step's record when the step was deleted
 
@@ -267,7 +267,7 @@ class RunIdentity:
     run: str | None = None  # random token; None if the directory is new, or was written by holdfast 0.1
     directory: str | None = None  # URL of the run's directory; set only in its mirror
     mirror: str | None = None  # URL of the mirror; set only in the run's directory
-    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # for each series of steps
+    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # maps each series of steps to its tombstones
     local: str | None = None  # path on each host that holds the local steps; set only in the run's directory
     # For each series, the recent branches that lead to the newest step. Local steps outside these branches are invalid.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
@@ -331,7 +331,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
 
 
 def copy_options(source: Location, destination: Location) -> None:
-    """Copy a run's retention options to a directory that keeps its own identity and mirror."""
+    """Copy a run's retention options to another directory, which keeps its own identity and mirror."""
     options = stored_options(source)
     if options is not None:
         store_identity(destination, options_document(options), stored_identity(destination))

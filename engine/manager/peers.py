@@ -280,7 +280,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return this host's address on the route to a host, or to the internet if None, without sending packets."""
+    """Return this host's address on the route to ``towards``, or to the internet if None, without sending packets."""
     address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

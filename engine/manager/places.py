@@ -49,7 +49,7 @@ class StepPlace:
         return False
 
     def elsewhere(self, step: object) -> str:
-        """If this tier has a step that the run cannot read, return a message suffix about it; otherwise, ""."""
+        """Return a suffix for error messages if this tier has a step that the run cannot read; otherwise, ""."""
         return ""
 
     def restored(self, step: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Peek:
     Attributes:
         step: The step; None for a checkpoint without a step number.
         extras: The values saved along with the state, by name, loaded without a template. For a
-            ``holdfast.graph`` checkpoint, its numbers and strings by path.
+            ``holdfast.graph`` checkpoint, these are its numbers and strings by path.
         metrics: The metrics stored with the checkpoint, or None.
         metadata: The metadata of the run that is stored with its checkpoints, or None.
         custom_metadata: The ``custom_metadata`` that was saved with the step, or None.
@@ -72,7 +72,7 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and the newer, damaged steps
+ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and newer steps that are damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class StepRestorer:
             yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
-        """Return all steps, newest first, or only the given step, and whether each is readable without a fetch."""
+        """Return all steps, newest first, or only the given step, as pairs (step, readable without a fetch)."""
         if named is not None:
             return [(named, True)]
         steps: list[tuple[int, bool]] = self.run.processes.decide("steps", self.run.steps_everywhere)
@@ -287,7 +287,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
-        """Let the block read a step on all processes, and then report the first damage that any process has found."""
+        """Run the block, which reads a step on all processes, and then report the first damage that a process found."""
         damage = broken = None
         damages: list[_Damage] = []
         with self._shared_reads(together=True) as shared:

@@ -41,7 +41,7 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None
     pinned: bool = False
     items: Collection[str] = ()
-    # Caches the last requested metric: each save ranks all steps, but a metric function is called once for each step.
+    # Caches the last requested metric, so that a metric function is not called again for every step at each save.
     _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric; newer ones win ties. If too few have it, also keeps the newest others."""
+    """Keeps the ``n`` best steps by a metric; newer steps win ties. If too few have it, adds the newest others."""
 
     n: int
     metric: Metric

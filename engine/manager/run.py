@@ -175,7 +175,7 @@ class Run:
 
     def fetch(self, step: int, *, overwrite: bool = False) -> StepPlace | None:
         """Fetch a step, and return the tier that supplied it, or None; ``overwrite`` replaces a damaged step."""
-        # To replace a damaged step, try the farthest tier first: the mirror's copy repairs the directory.
+        # To replace a damaged step, try the mirror, the farthest tier, first: its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
         return next((place for place in places if place.fetch(step, overwrite)), None)
 
@@ -187,7 +187,7 @@ class Run:
         return is_here or self.fetch(step) is not None
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
-        """Return all steps, including damaged ones, newest last, and whether each is readable without a fetch."""
+        """Return all steps, even damaged ones, as (step, readable without a fetch); abandoned first, newest last."""
         here = {*self.steps.steps_and_damaged(), *self.steps.borrowed}
         there = {step for place in self.places for step in place.steps()}
         known, left = here | there, self.steps.left_behind()

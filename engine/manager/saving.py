@@ -50,7 +50,7 @@ class SaveQueue:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # A best_fn function fetches metrics from the device when called, so call it only if a trigger does so anyway.
+        # Calling a best_fn function fetches metrics from the device, so do it only if a trigger calls best_fn anyway.
         if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -126,14 +126,14 @@ class SaveQueue:
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
                     pending = PendingSave(content, reason or decision.reason)
-                    # A callback, which passes a reason, has already called decide().
+                    # Only callbacks pass a reason, and they have already called decide().
                     if reason is None or not isinstance(self.run.options.best_fn, str):
                         self.note_metrics(step, pending.metrics)
                     values = self.items.to_save(content, left_out)
                 save = Save(
                     self.run.steps.step_location(step),
                     values,
-                    overwrite=True,  # an existing step must have been committed by a superseded run
+                    overwrite=True,  # unless ``replaces`` is set, an existing step is from a superseded run
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # before the thread starts, which reaches the later points
+                self.run.observer.reached("saving", step)  # first, because the saving thread reports the later points
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
