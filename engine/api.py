@@ -144,8 +144,8 @@ def load(
             module. Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses
             become dictionaries.
         select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have
-            exactly those leaves. Alternatively, a dictionary that maps patterns to basic numpy indexes, each of which
-            selects a part of the matching arrays: ``{"embedding/**": np.s_[:1000], "step": ...}``. The first pattern
+            exactly those leaves. This may also be a dictionary that maps patterns to basic numpy indexes, which select
+            a part of each matching array: ``{"embedding/**": np.s_[:1000], "step": ...}``. The first pattern
             that matches a leaf applies, and only the required chunks are read.
         item: The item to load. None loads the only item, or a dictionary of all items if there are several.
         cast: Whether to cast leaves whose dtype differs from the template's: floats to floats, integers to integers,
@@ -165,7 +165,7 @@ def load(
         IndexError: An index in ``select`` does not fit its array.
         OptionError: ``like`` or ``select`` is passed for several items; ``select`` with indexes is combined with
             ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is passed without a
-            template; or two of the checkpoints contain the same path, which is not a container with keys in both.
+            template; or two of the checkpoints have values at the same path that are not both containers with keys.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it

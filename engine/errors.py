@@ -1,4 +1,4 @@
-"""The exceptions that holdfast raises deliberately, and exit statuses of the command-line tool and preempted programs.
+"""Exceptions that holdfast raises deliberately, and exit statuses of its command-line tool and of preempted programs.
 
 ::
 

@@ -60,13 +60,13 @@ _LIBRARIES = tuple(
     }
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
-_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # search objects of these libraries
+_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries with objects to search
 _ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # torch's DataLoader iterators
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints at each step, and determines which have changed since the previous step."""
+    """Takes fingerprints at each step, and determines which fingerprints have changed since the previous step."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
@@ -90,7 +90,7 @@ def facts() -> dict[str, Fact]:
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # held by holdfast, such as a loader in skip_to
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # held by holdfast, such as skip_to's loader
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
@@ -280,12 +280,12 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
     if array.ndim == 0:
-        return "value", repr(array.item())  # a scalar may be a weakly typed number, such as a moving average
+        return "value", repr(array.item())  # a number, such as a moving average, may be a weakly typed scalar array
     return "generator" if is_key else "array", _digest(np.asarray(array))
 
 
 def _is_position(cls: type) -> bool:
-    """Return whether instances of a class may hold a position in the data in ordinary attributes."""
+    """Return whether ordinary attributes of a class's instances may hold a position in the data."""
     names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

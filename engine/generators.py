@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the global generators to states from :func:`as_tree`; return the names of those whose device is missing."""
+    """Set the global generators to states from :func:`as_tree`; return the names of any whose device is missing."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -215,7 +215,7 @@ def differing_parts(left: Any, right: Any) -> str:
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf belongs to an idle generator, as ``global_generators.idle.python`` does."""
+    """Return whether a leaf belongs to a generator that no step has used, as ``global_generators.idle.python`` does."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 

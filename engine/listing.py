@@ -66,11 +66,11 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     steps = find_steps(location)
     if steps.entries and not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # If there are several series, it is unknown which of them the stored options apply to.
+    # If steps have different prefixes, it is unknown to which prefix the stored options apply.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # A function that ranks the steps exists only in the run's program, so the reasons to keep steps are unknown.
+    # If a function ranks the steps, it exists only in the run's program, so the reasons to keep steps are unknown.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]

@@ -1,4 +1,4 @@
-"""Saves and restores the position of a plain loader in its data, and detects loaders of other libraries."""
+"""Save and restore a plain loader's position in its data, and detect loaders of other libraries."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def derives(obj: object, name: str, package: str) -> bool:
 
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
 TAKEN = "taken"  # the epoch, and the number of batches taken from it
-_BEGUN = "generators"  # generator states by name, at the start of the epoch or, if it has ended, at its end
+_BEGUN = "generators"  # generator states by name: at the start of the epoch, or at its end if the epoch has ended
 _ORDER = "state"  # value that the user's state function returned when the states in _BEGUN were taken
 _VALUES = "attributes"  # numbers and small arrays in the loader's attributes; only saved by earlier holdfast versions
 LAST = "last"  # checksum of the latest batch, which a resume compares with the redrawn batch
 ENDED = "ended"  # whether the latest batch was the last of its epoch
-_NOW = "now"  # like _BEGUN and _ORDER, but at the time of the save, as other code may change them during the epoch
+_NOW = "now"  # like _BEGUN and _ORDER, but at the time of the save, because other code may change states mid-epoch
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
@@ -96,7 +96,7 @@ class LoaderPosition:
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
         self.checksum: int | None = None  # checksum of sampled values in the last batch
-        self._next: list[Any] = []  # a batch beyond the loader's length that was drawn in advance
+        self._next: list[Any] = []  # a batch drawn in advance, if the loader yields more than its length
         self._announce: Announce | None = None
         self._exit_status: int | None = None  # set when the run is stopped
         self._refused = 0  # number of requests for batches since the stop
@@ -131,7 +131,7 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the position, and the states at the start of this epoch or, if it has ended, of the next epoch."""
+        """Return the position and the states at the start of this epoch, or of the next epoch if this one has ended."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
@@ -196,7 +196,7 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that uses global generators draws different numbers here, because the model draws none in between.
+        # A dataset that uses global generators draws other numbers here, because no training steps draw in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:

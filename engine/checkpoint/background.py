@@ -55,7 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run ``work``, then ``ended``, on a new thread; ``work`` receives an event that is set once a caller waits."""
+        """Run ``work(event)`` and then ``ended`` on a new thread; the event is set once a caller waits for the save."""
 
         def run() -> None:
             # Let the training loop continue first, because this thread may hold the GIL for milliseconds.
@@ -86,7 +86,7 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # interrupted (the thread may be running), or the thread could not start
+            except BaseException:  # either an interrupt, after which the thread may run, or a failure to start it
                 if not thread.is_alive():
                     _running.discard(self)
                 raise
@@ -100,7 +100,7 @@ class BackgroundSave:
     def join(self) -> None:
         """Wait until no save is in progress. The error of a failed save is kept, but not raised."""
         while True:
-            with self._changing:  # lets another thread finish starting its save
+            with self._changing:  # waits while another thread is starting a save
                 current = self._current
             if current is None:
                 return
@@ -187,8 +187,8 @@ def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
     os._exit(1)  # the only way to set a non-zero exit status at this point
 
 
-# Exit functions run in reverse order of registration. This one is registered as soon as the engine is imported, so that
-# the program's own exit functions run before it ends the process.
+# Exit functions run in reverse order of registration. Because this function ends the process, it is registered as soon
+# as the engine is imported, so that the program's own exit functions run first.
 atexit.register(_report_at_exit)
 
 # Like `concurrent.futures`, use an early hook, because ordinary exit functions run only after all threads have ended.

@@ -228,7 +228,7 @@ class PendingCheckpoint(ABC):
     # ---- the steps that file systems and object stores share
 
     def _read_old(self, names: set[str], *, overwrite: bool) -> None:
-        """Read the record of an existing checkpoint, if any; raise CheckpointExistsError if it may not be replaced."""
+        """Read the record of an existing checkpoint, if any; raise CheckpointExistsError if it must not be replaced."""
         if RECORD not in names:
             return
         if not overwrite:
@@ -240,7 +240,7 @@ class PendingCheckpoint(ABC):
         with contextlib.suppress(DamagedCheckpointError):  # if the record is damaged, its folders are unknown
             self._old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
         self._parts.check_replaceable(self._old)
-        if self._old is not None and self._old.step is not None:  # the path may be a link to another run's step
+        if self._old is not None and self._old.step is not None:  # refuse a link, which may lead to another run's step
             self.location.check_not_link()
 
     def _check_free(self, names: set[str]) -> None:
@@ -287,7 +287,7 @@ class PendingCheckpoint(ABC):
         return self._owned and self.location.is_remote
 
     def _holds_path(self) -> bool:
-        """Return True if the path still belongs to this save; always True if its marker is omitted or incomplete."""
+        """Return True if the path still belongs to this save, or if this save has no complete marker."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if all files of this save exist and any new deletion marker lists its record as one to keep."""
+        """Return True if this save's files exist, and any new deletion marker names this save's record to be kept."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -361,7 +361,7 @@ class PendingCheckpoint(ABC):
     def _tidy(self, record: CheckpointRecord) -> None:
         """Remove the files that the committed checkpoint does not need; remove the marker last."""
         is_overtaken = self._phase is Phase.OVERTAKEN
-        if is_overtaken and not self._is_alone:  # the other save replaces this one or fails when it finds this record
+        if is_overtaken and not self._is_alone:  # the other save will replace this one, or fail because of this record
             return
         with only_logged(self.location):
             self._parts.publish(record, replaces=self._old is not None)
@@ -383,7 +383,7 @@ class PendingCheckpoint(ABC):
         with only_logged(self.location):
             ours = self._holds_path()
             paths = {*self.paths.values()}
-            if is_lost:  # the other save may be a copy into the same folders
+            if is_lost:  # keep the folders of the committed save, which may be a copy into the same folders
                 with contextlib.suppress(CheckpointNotFoundError):
                     paths -= folders_of(read_record(self.location))
             for path in sorted(paths, key=len, reverse=True):
@@ -413,7 +413,7 @@ class LocalCommit(PendingCheckpoint):
                 left = self._left_by_copy(items, names)
                 if not left:
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
-                    if PARTIAL in names and not self._lock.shows_life:  # marker kept because the record is damaged
+                    if PARTIAL in names and not self._lock.shows_life:  # kept by the sweep, as the record is damaged
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:

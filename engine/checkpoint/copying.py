@@ -67,7 +67,7 @@ class Transfer:
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, excluding files copied by the store itself
         self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
-        self._measured = 0.0, 0  # seconds during which the copy did not give way, and bytes that arrived meanwhile
+        self._measured = 0.0, 0  # seconds in which the copy did not give way, and bytes that arrived in that time
         self._since = now(), 0  # time at which the last measurement ended, and bytes that had arrived by then
 
     def give_way(self, yes: bool) -> None:
@@ -78,7 +78,7 @@ class Transfer:
             self._changed.notify_all()
 
     def end(self, error: Exception) -> None:
-        """Make the copy fail with an error at its next piece, and wake all waiting threads."""
+        """Make the copy fail with ``error`` before its next piece, and wake all waiting threads."""
         with self._changed:
             self.ended = self.ended or error
             self._changed.notify_all()
@@ -136,7 +136,7 @@ class _File(NamedTuple):
 class CopiedFiles:
     """The large data files of recent copies to a store, used as sources for server-side copies in later steps.
 
-    A file is identified by its size, its checksums and its path, which is unique to a save. The latest copy is never
+    A file is identified by its size, checksums and path; no two saves use the same path. The latest copy is never
     used as a source, so that an object with undetected damage does not affect two consecutive steps.
     """
 
@@ -144,11 +144,11 @@ class CopiedFiles:
         self._copies: deque[dict[tuple[str, str], _File]] = deque(maxlen=_REMEMBERED)
 
     def note(self, files: Iterable[_File]) -> None:
-        """Record the files of a committed copy."""
+        """Record the large files of a committed copy."""
         self._copies.append({file.key: file for file in files if file.check.record.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
-        """Let the store copy a file from an earlier copy's object; return True on success."""
+        """Ask the store to copy a file from an object of an earlier copy; return True on success."""
         for files in list(self._copies)[-2::-1]:
             earlier = files.get(file.key)
             if earlier is not None and earlier.check.covers(file.check):
@@ -234,7 +234,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy the witness files, ignoring errors. With ``again``, skip those of unchanged size, as they only grow."""
+    """Copy witness files, ignoring errors. With ``again``, skip files of unchanged size, as such files only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):

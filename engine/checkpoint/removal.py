@@ -39,8 +39,8 @@ class CommitParts:
     """Hooks that extend the commit protocol to other kinds of checkpoints. By default, items are folders at the root.
 
     Checkpoints whose parts have their own directories use a subclass. Only the record at the root is authoritative. The
-    documents in the parts' directories are derived from it: they are removed before it changes (:meth:`withdraw`), and
-    written afterwards (:meth:`publish`), so they never contradict it. The next save or sweep writes missing documents.
+    documents in the parts' directories are derived from the record. They never contradict the record, because they are
+    removed before the record changes (:meth:`withdraw`) and written later (:meth:`publish`, or the next save or sweep).
     """
 
     def __init__(self, location: Location) -> None:
@@ -51,11 +51,11 @@ class CommitParts:
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if a save of this kind may have created a folder; used to check the paths in a marker."""
+        """Return True if saving this kind of checkpoint may have created a folder; used to check paths in a marker."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
-        """Raise an error if a save of this kind must not replace the checkpoint; a damaged record is passed as None."""
+        """Raise an error unless this kind of checkpoint may replace the one with this record (None if damaged)."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
         """Remove the documents derived from a record, before the record is replaced."""
@@ -67,7 +67,7 @@ class CommitParts:
         """Write missing documents that are derived from a record."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
-        """Remove an item's folder. If a record is passed, also remove the documents of a part that it does not list."""
+        """Remove an item's folder and, if a record is passed, the documents of a part that the record does not list."""
         (self.location / folder).remove_tree()
 
 
@@ -152,13 +152,13 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         names = names_in(location) | folders_of(record)
         witnesses = {*filter(WITNESSES.fullmatch, names)}
         archives = names - {RECORD} - witnesses
-        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # such archives are recognizable without a marker
+        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # archives with these names need no marker to be recognized
             for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # an empty marker suffices, and avoids a request to read the record
-        # A snapshot spares the files of later saves. It includes all recorded files, which a listing may lack.
+        # Use a snapshot to spare the files of later saves, and add all recorded files, which a listing may lack.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
@@ -166,7 +166,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # after a file system crash; a link or directory cannot be locked
+    if marker.is_link() or marker.is_directory():  # a file system crash may leave these, which cannot be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
@@ -216,8 +216,8 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
-    # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if this
-    # cannot be determined. ``lock`` is the marker's lock if the caller holds it. A new save sweeps first.
+    # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if
+    # it is unknown whether one is. ``lock`` is the save marker's lock if the caller holds it. A new save sweeps first.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -295,7 +295,7 @@ def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
-    """Remove archives of superseded saves. Check each of them again, because ``listed`` may be outdated."""
+    """Remove archives of superseded saves. Check each archive again, because ``listed`` may be outdated."""
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     archives = left_archives(location, {*listed} - folders_of(record))

@@ -80,7 +80,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
-    """Compute the digest of an array's region, all of which must be on this process."""
+    """Compute the digest of a region of an array; the whole region must be on this process."""
     for piece in leaf.pieces:
         if box.common(piece.box) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])

@@ -237,7 +237,7 @@ def commit_protocol(location: Location) -> type[PendingCheckpoint]:
 
 @dataclass
 class _BegunItem:
-    """An item that its handler writes directly into the folder, with pending futures or the files already written."""
+    """An item that its handler writes directly into the folder, either at once or through pending futures."""
 
     futures: Sequence[SaveFuture] | None
     files: Files | None = None
@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes: they write shares, and send fragments to process 0 (large ones as files)."""
+    """The role of all other processes: they write their shares, and send fragments to process 0 (as files if large)."""
 
     location: Location
     items: Sequence[str]

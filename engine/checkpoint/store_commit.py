@@ -46,7 +46,7 @@ class StoreCommit(PendingCheckpoint):
         location = self.location
         names = names_in(location)
         is_untouched = not {PARTIAL, DELETED} & names
-        # Read the marker first: read after the record, it could belong to a newer save, which may still commit.
+        # Read the marker before the record, as a later marker could belong to a newer save, which may still commit.
         marked = self._lock.folders() if PARTIAL in names else []
         self._read_old(names, overwrite=overwrite)
         # Archives of saves without a marker, to be removed after this save has been committed.
@@ -55,7 +55,7 @@ class StoreCommit(PendingCheckpoint):
         self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
         is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
         if is_free and type(self._parts) is CommitParts and self._copies is None:
-            self._guard = Guard.ARCHIVES  # there are no files that need a marker
+            self._guard = Guard.ARCHIVES  # the directory has no files that require a marker
         left = [] if is_untouched else self._left_by_copy(items, names)
         self._leftovers -= {*left}  # the resumed copy reuses these archives
         if not left and PARTIAL in names:

@@ -30,7 +30,7 @@ class Transport(Protocol):
 
         Args:
             name: A string that is the same on all processes and unique to this connection.
-            teams: The teams.
+            teams: The teams. Each process gathers the bytes of its own team.
             index: The index of this process.
             nbytes: Number of bytes that each process sends per all-gather, a multiple of 8.
             timeout: Time limit, in seconds, for the connection and for each all-gather.
@@ -91,11 +91,11 @@ class TorchTransport:
 
 
 class JaxTransport:
-    """A transport that gathers with a jitted identity function within each team, using one device per process."""
+    """A transport that runs a jitted identity function to gather bytes within each team, on one device per process."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # the two indices may differ until the program uses its devices
+        if jax.process_index() != index:  # jax's index may differ until the program uses its devices
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):

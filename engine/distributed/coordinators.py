@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # each library's client (or weak reference to its group) and coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # keyed by library: client (or weak reference to group), and coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:

@@ -131,7 +131,7 @@ class ProcessGroup:
         return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Pass all JSON values to ``work`` on process 0; on every process, return its result or raise OptionError."""
+        """Pass all processes' JSON values to ``work`` on process 0; return its result or raise OptionError on all."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -176,5 +176,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, which does not wait for the others; they wait ``start_secs`` for it to start."""
+    """Run long work on process 0, without waiting for the others. These wait up to ``start_secs`` for it to start."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

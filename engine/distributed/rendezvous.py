@@ -35,9 +35,9 @@ _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether anothe
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Factor by which timeouts are longer if process 0 itself may be waiting; 2 if the time to end the wait is included.
+# Factor that extends a timeout if process 0 itself may be waiting. The time to end the wait brings the total to 2.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses counted if a `_GATHERED` wait times out; the next timeout is the minimum
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses to count if a `_GATHERED` wait times out; the next timeout is then minimal
 _SILENCE = 600.0  # default time limit, in seconds, for a response from the store
 _MESSAGE_LIMIT = 4000  # maximum length, in characters, of an error message sent to the other processes
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
@@ -201,7 +201,7 @@ class Rendezvous:
                 retired = _retired.setdefault(coordinator, [])
                 retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
                 del retired[:-_MOST_RETIRED]
-                # Other processes may still use this rendezvous, but may have closed earlier ones by now.
+                # This rendezvous may still be in use, but all processes may have closed earlier ones by now.
                 retired[:] = [rendezvous for rendezvous in retired if not rendezvous.sweep(coordinator)]
 
         try:
@@ -282,7 +282,7 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # to be deleted, because give_up() may have stored a value to end the wait
+            self._stored.append(key)  # to delete later, because give_up() may have stored a value under this key
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
@@ -353,7 +353,7 @@ class Rendezvous:
 
 
 def missed_a_process(error: BaseException | None) -> bool:
-    """Return whether an error of this or another process means that a process or the store did not answer."""
+    """Return whether an error, raised here or in another process, means that a process or the store did not answer."""
     if isinstance(error, PeerFailedError):
         return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
     return isinstance(error, BarrierTimeoutError)

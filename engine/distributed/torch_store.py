@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second over all processes
-_NO_DEADLINE = timedelta(days=20)  # short enough, in milliseconds, for the integer type that c10d uses for timeouts
+_NO_DEADLINE = timedelta(days=20)  # small enough to fit the integer type that c10d uses for timeouts in milliseconds
 _SECONDS_TO_END = 2.0  # time limit for an abandoned wait to end
 _IDLE_CONNECTIONS = 2  # maximum number of idle connections; each uses a file descriptor of the hosting process
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
@@ -67,7 +67,7 @@ class TorchCoordinator:
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group cannot block, opened by the first call, because calls have a deadline."""
+        """A connection that the process group cannot block. The first call opens it, because calls have a deadline."""
         shared = self._shared  # not protected by a lock, which would stay locked if process 0 froze
         if shared is not None:
             store = _prefixed("holdfast", shared)
@@ -76,11 +76,11 @@ class TorchCoordinator:
         return self._connection
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
-        """Return a view of the store with only the values that processes of this start have stored."""
+        """Return a view of the store that hides values stored before the processes were last started."""
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
-            starts.set(left, f"{start} 0")  # kept, because a process that has found the key waits for its value
+            starts.set(left, f"{start} 0")  # not deleted, because a process that has found the key waits for its value
             arguments = (starts, start, left, self.process_count, is_current, self._leaves)
             self._announcer = threading.Thread(target=_announce, args=arguments, name="holdfast-start", daemon=True)
             self._announcer.start()
@@ -128,7 +128,7 @@ class TorchCoordinator:
             if value != _GIVEN_UP:
                 return value
         longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
-        while (elapsed := time.monotonic() - begin) < timeout:  # poll, even if another process has given up
+        while (elapsed := time.monotonic() - begin) < timeout:  # poll, also if another process has ended the wait
             pause = min(max((waited + elapsed) / 16, _SHORTEST_PAUSE), longest)
             time.sleep(min(pause, timeout - elapsed))
             if (value := self.try_get(key)) is not None:
@@ -207,7 +207,7 @@ _ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the 
 def _announce(
     starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Send the name of this start to each process that requests it; on exit, store the name for the others."""
+    """Send the random name of this start to each process that requests it; on exit, store the name for the rest."""
     others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
     with contextlib.suppress(ConnectionError):  # the store or this process is ending
@@ -228,7 +228,7 @@ def _announce(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start stored on exit, or None if process 0 is still running."""
+    """Return the name that process 0 stored on exit; None if it still runs, or if the name is from an earlier start."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()

@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Return one argument or None for each leaf. ``given`` is one argument, or a tree prefix that may omit keys."""
+    """Return each leaf's argument or None. ``given`` is one argument for all, or a tree prefix that may omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)
@@ -241,7 +241,7 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
         details = {**details, "kind": number_kind(dtype)}
     pieces, volatile = leaf.pieces, leaf.volatile
     if storage_dtype(dtype).extra is not None:
-        # Cast here only if the dtype is stored as bytes; all other casts are done chunk by chunk while writing.
+        # Cast now only if the new dtype is stored as bytes; otherwise, each chunk is cast while it is written.
         pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
     return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
 

@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum size, in bytes, of an item that is packed into one file. Reading it takes no longer than a second request.
+# Maximum size, in bytes, of an item that is packed into one file. Reading it takes no longer than an extra request.
 SMALL_ITEM = 256 << 10
 
-# Handler arguments that only the engine may pass; callers of a checkpointer may not.
+# Arguments that only the engine, and not a checkpointer's caller, may pass to a handler.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
@@ -147,7 +147,7 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
             processes save together. The snapshot may then omit all other data.
         reuses: Whether :meth:`prepare` accepts ``reuse=``. Managers use it to pass the data files of earlier steps, so
             that unchanged arrays need not be written again.
-        layout: The data file sizes of the handler, if :meth:`prepare` accepts ``layout=`` to override them. A manager
+        layout: The handler's data file sizes, if :meth:`prepare` accepts ``layout=`` to override the sizes. A manager
             whose mirror is in an object store passes a layout for uploads.
     """
 
@@ -203,7 +203,7 @@ def size_of(prepared: PreparedItem) -> int | None:
 
 
 def write_archive(prepared: PreparedItem, location: Location, member: ProcessInfo) -> bytes | None:
-    """Pack a single process's item into a zip file for ``location``; return None unless it is known to be small."""
+    """Pack a single process's item into a zip file for ``location``; return None if its size is large or unknown."""
     size = size_of(prepared)
     if size is None or size > SMALL_ITEM:
         return None

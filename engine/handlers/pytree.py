@@ -69,7 +69,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         aggregate_handler: The handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None uses msgpack.
         pinned_bytes: The maximum pinned host memory, in bytes, for snapshots of GPU arrays. This memory is reused, and
             GPUs copy to it while the program continues. Saves block until arrays that do not fit have been copied.
-            None uses half of the machine's memory, divided by the number of its processes; 0 disables pinned memory.
+            None uses half of the machine's memory, divided by the number of processes on it; 0 disables pinned memory.
         use_ocdbt: Must be true, because arrays are always stored in an OCDBT database. The argument exists only for
             compatibility with Orbax.
     """
