@@ -42,7 +42,7 @@ class ChunkDecoder:
         self.stored_bytes = self.spec.chunk_nbytes + CHECKSUM_BYTES
         if self.compressed:
             self.stored_bytes += self.spec.chunk_nbytes // 128 + _INCOMPRESSIBLE
-        self.lone = self.spec.chunks == 1 and not self.compressed  # True if there is one chunk of known stored size
+        self.lone = self.spec.chunks == 1 and not self.compressed  # True for an uncompressed array with one chunk
         is_one_chunk = metadata.chunk_shape == metadata.shape and not self.compressed
         # True if the array is a view of the buffer into which its single chunk is read (zero-copy).
         self.adopted = is_one_chunk and self.spec.chunk_nbytes >= COPY
@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a chunk; return its values and an error text or "". ``indexed``: its checksum in the index, or -1."""
+        """Verify a chunk; return its values and an error text or "". ``indexed`` is its checksum in the index or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -93,7 +93,7 @@ class OutputBox(NamedTuple):
 class Assembly:
     """Assembles the requested arrays while threads read their chunks; if ``keep`` is false, only verifies chunks."""
 
-    # Memory for an array is allocated only once its first chunk has been verified: forged metadata may claim any size.
+    # An array is allocated only after its first chunk has been verified, because forged metadata may claim any size.
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Assembly:
         self.decoders = [self._distinct[number] for number in decoder_ids]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        # Index of each array's result, or of the result of its first box.
+        # Index of each array in the results, or of its first box if only boxes of it are requested.
         self._outputs = list(range(len(metadata))) if boxes is None else []
         count = len(self._outputs)
         for array, wanted in enumerate(boxes or ()):
@@ -157,7 +157,7 @@ class Assembly:
         return not self.decoders[array].compressed and bool(self._adopters(array, chunk))
 
     def _adopters(self, array: int, chunk: int) -> Sequence[OutputBox]:
-        """Return the contiguous boxes that can be views of a chunk, provided that they cover most of the chunk."""
+        """Return the boxes that can be contiguous views of a chunk, or none if they cover too little of the chunk."""
         spec, boxes = self.decoders[array].spec, self._output_boxes(array)
         if not self.keep or spec.chunk_nbytes < COPY:
             return ()
@@ -206,7 +206,7 @@ class Assembly:
         return ""
 
     def memory_for(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return memory into which a chunk can be read directly; None if there is none, or if it is not contiguous."""
+        """Return the contiguous memory into which a chunk can be read directly, or None if there is no such memory."""
         decoder, boxes = self.decoders[array], self._output_boxes(array)
         output = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if output is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -220,7 +220,7 @@ class Assembly:
     def accept_many(
         self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool
     ) -> Iterator[tuple[int, str]]:
-        """Accept chunks that were read together; yield the row and an error message for each damaged chunk."""
+        """Accept chunks that were read together; for each damaged chunk, yield its table row and an error message."""
         others: Sequence[int] = rows
         mask = self._small[chunks.arrays[rows.start : rows.stop]]
         if len(rows) > 1 and mask.any():
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset of a box in an outer box's memory, in elements; None if the box is not contiguous there."""
+    """Return the offset in elements of a box in an outer box's memory; None if the box is not contiguous in it."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape

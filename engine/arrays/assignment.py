@@ -106,7 +106,7 @@ class _ChunkBatch:
 
     array_class: ArrayClass
     numbers: Integers  # chunk numbers, the same for every array
-    ends: Integers | None = None  # cumulative number of chunks per holder; None before the assignment
+    ends: Integers | None = None  # position in the batch at which each holder's chunks end; None before the assignment
 
     @property
     def count(self) -> int:

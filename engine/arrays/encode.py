@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """The sources of all arrays, by array number. They are stored as columns, because there may be many arrays."""
+    """The sources of all arrays, by array number. As there may be many arrays, each field is stored as one list."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]
@@ -129,7 +129,7 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return the bytes of a chunk; a chunk at the end of an axis may lack the padding to full size."""
+    """Return the bytes of a chunk. If the chunk is at the end of an axis, the padding to full size may be missing."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 
@@ -186,7 +186,7 @@ def write_compressed(
     digests: Digests,
     awaited: threading.Event | None = None,
 ) -> tuple[Integers, list[int]]:
-    """Compress and write chunks on several threads; return their table rows (see `chunk_table`) and file sizes."""
+    """Compress and write chunks on several threads; return a table (see `chunk_table`) and the file sizes."""
     limit = min(_FILE_BYTES, layout.data_file_bytes)
     files_of = list(batches(chunks, lambda chunk: sources.specs[chunk.array].chunk_nbytes, limit))
 
@@ -211,7 +211,7 @@ def write_compressed(
 def _compressed(
     batch: Sequence[ChunkToCompress], sources: Sources, digests: Digests, awaited: threading.Event | None
 ) -> list[bytes]:
-    """Compress chunks in groups of equal size and level; return the results in the order of the batch."""
+    """Compress chunks, grouped by size and level; return the compressed chunks in the order of the batch."""
 
     def size_and_level(position: int) -> tuple[int, int]:
         return sources.specs[batch[position].array].chunk_nbytes, batch[position].level

@@ -72,11 +72,11 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 _THREADS = 4
 _BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
-COPIED_EXTENT_BYTES = 4 << 20  # bytes per read of chunks that are copied out of a reused buffer
+COPIED_EXTENT_BYTES = 4 << 20  # bytes per read when chunks are copied out of a reused buffer
 _FEW = 32  # maximum number of extents to read with one thread; with more, the thread would mostly wait for I/O
 _SMALL = 16 << 10  # size, in bytes, below which a chunk takes longer to process than to read
 LOCAL_GAP = 4 << 10  # maximum gap between chunks, in bytes, that is cheaper to read than to skip (one disk page)
-REMOTE_GAP = 1 << 20  # the same for object stores, where starting a request takes about as long as transferring the gap
+REMOTE_GAP = 1 << 20  # maximum gap in object stores, in bytes; reading it takes about as long as starting a request
 FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of a read buffer that views keep alive
 
 

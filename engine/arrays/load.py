@@ -59,8 +59,8 @@ def load_tree(
     like: Any = None,
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
-    # Leaf types of the state with which the run first began. If given, the template is the initial state of the resumed
-    # run, and all leaves, even those of lists and dictionaries that have grown, are restored with their saved types.
+    # Leaf types of the initial state when the run first began. If they are given, the template is the initial state of
+    # a resumed run, and all leaves, even those added to lists and dictionaries, are restored with their saved types.
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,  # if given, all processes call `load_tree` together, and read shared data once
     cast: bool = False,
@@ -83,7 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    source.check_readable(leaves)  # first, because this error gives the reason, and one about the template does not
+    source.check_readable(leaves)  # check this first, because an error about the template would hide the reason
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
         tree = source.tree if select is None else source.tree.select([leaf.name in selected for leaf in source.leaves])
@@ -128,7 +128,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and the mismatches as text, keyed by leaf name."""
+    """Return the containers and leaf templates of a resumed state, and an error text per mismatched leaf, by name."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -140,7 +140,7 @@ def _resumed(
                 made[name] = resumed
     if structure is not None and [*made] != [*selected]:
         saved = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
-        asked = set(structure.segments)  # the template may lack some of the extras (other root keys) in the checkpoint
+        asked = set(structure.segments)  # extra root keys in the checkpoint may be missing from the template
         try:
             if made.keys() == {name for name in began if name.partition(".")[0] in asked} != selected.keys():
                 structure = regrown(structure, saved)
@@ -167,7 +167,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Return the saved name of each template leaf, even if wrapper keys were added or nested keys joined by dots."""
+    """Return the saved name of each template leaf; it may differ in wrapper keys or in nested keys joined by dots."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)
@@ -234,7 +234,7 @@ def _entry(value: Any, key: Any) -> Any:
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
-    """Return a meta tensor as the template for an array, or ``...``, which loads any other leaf as it was saved."""
+    """Return the template for a leaf: a meta tensor for an array, or else ``...`` to load the leaf as it was saved."""
     if loaded("torch") is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
         return ...
     return ... if (like := tensor_like(leaf.saved)) is None else like
@@ -266,7 +266,7 @@ def _matching(
     requests: Mapping[str, LeafRequest],
     differs: Mapping[str, str],
 ) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
-    """Return the saved leaf and the target for each template leaf; raise one error that lists all differences."""
+    """Apply requests to template leaves, and find their saved leaves; raise one error that lists all differences."""
     saved = {leaf.name: leaf for leaf in source.leaves}
     asked = {target.name for target in targets}
     containers: set[str] = set()
@@ -303,7 +303,7 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# Two arguments of `materialize`: the arrays read in full, and the partition and parts of all others, by leaf index.
+# Data for `materialize`: the arrays read in full and, by leaf index, the partition and parts of each other array.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
@@ -384,7 +384,7 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # A run is a single index, or its step is no longer than a chunk, so every chunk that a box overlaps is needed.
+        # In a run of several indices, the step is at most one chunk, so all chunks that its box overlaps are needed.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))

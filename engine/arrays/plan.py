@@ -126,7 +126,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequenc
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to ``most`` or, if that is too small, the smallest divisor above ``most``."""
+    """Return the largest divisor of ``number`` up to ``most``; if it is too small, the smallest one above ``most``."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = max(divisor for divisor in divisors if divisor <= most)

@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Leaves with the same details and metadata objects are described once. Aggregated leaves share no such objects.
+        # Describe leaves that share details and metadata objects only once; if any are aggregated, describe each leaf.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))
@@ -225,7 +225,7 @@ class TreeReader(TreeSource):
         if metadata is None:
             if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
                 return Saved(details)
-            if isinstance(details.get("aggregate"), str):  # the handler for this aggregate was not passed
+            if isinstance(details.get("aggregate"), str):  # the caller passed no handler for this aggregate
                 return Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]})
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {format_path(name)}")
         with naming(self.location, f": leaf {format_path(name)}"):
@@ -257,7 +257,7 @@ def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
 
 
 def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Convert a stored array to its saved dtype, by viewing bytes or swapping to big endian if necessary."""
+    """Convert a stored array to its saved dtype, viewing bytes as elements or swapping the byte order if necessary."""
     assert array is not None
     assert saved.dtype is not None
     assert shape is not None

@@ -8,7 +8,7 @@ Digests are kept in memory for the lifetime of a manager. Chunks that change in 
 sample of each chunk is compared first. Chunks that change only outside their sample are compared less and less often.
 
 A step shares no files with the step before it, so one bad sector never damages both the newest step and its fallback.
-This results in two lineages of files. In an object store, shared files are copied, and a copy may inherit damage.
+Files thus form two separate lineages. In an object store, shared files are copied, and copies may inherit damage.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class WrittenSteps:
         self._off = False  # True once the storage has turned out not to support sharing files
 
     def part(self, name: str) -> WrittenSteps:
-        """Return the tracker for a part of the item that has its own folder."""
+        """Return the instance for a part of the item; each part has its own folder."""
         if name not in self._parts:
             self._parts[name] = WrittenSteps()
             self._parts[name].begin(self._step, self._apart, lambda _: True)
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing files of earlier steps. Called if a step is damaged, because other steps may share its files."""
+        """Stop sharing files of earlier steps. Called if a step is damaged, because others may share damaged files."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -276,7 +276,7 @@ class WrittenSteps:
             if current != file.identity and current[:3] == file.identity[:3] and not _has_chunks(source, file):
                 raise OSError(errno.ESTALE, "it was changed after it was written, and its times were set back")
             identity = source.share(target, file.identity._replace(changed=current.changed))
-            for step in self._steps.values():  # linking updates the change time, which other steps have recorded too
+            for step in self._steps.values():  # linking changes the file's change time, which other steps have recorded
                 named = step.files.get(file.path)
                 if named is not None and named.identity.inode == identity.inode:
                     step.files[file.path] = named._replace(identity=identity)

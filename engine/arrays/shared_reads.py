@@ -198,7 +198,7 @@ class SharedReads:
         self,
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
-        parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes need; None for the whole leaf
+        parts: Sequence[Sequence[Part] | None],  # needed parts of each leaf; None if every process needs all of it
         boxes: Mapping[int, Sequence[Box]],  # boxes to read, keyed by leaf index; all other leaves are read in full
     ) -> dict[int, list[NDArray[Any]]]:
         """Read the arrays that several processes need, each chunk only once; return boxes, keyed by leaf index."""
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report whether this process has read its share; return whether all have. If not, each reads on its own."""
+        """Report this process's problem, or None; return True if no process has any. Otherwise, each reads alone."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads what it still needs on its own: %s", problem)
         return problem is None
@@ -266,7 +266,7 @@ class SharedReads:
         self._awaited = "plan"
 
     def _connected(self, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
-        """Connect all teams; for each division, return the message size in bytes and the all-gather function."""
+        """Connect all teams; return a message size in bytes and an all-gather function for each division into teams."""
         problem: str | None = None
         gathers = []
         try:
@@ -297,7 +297,7 @@ class SharedReads:
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Return each division's largest share in bytes as JSON; [] if plans differ, null if sharing is not worthwhile."""
+    """Return as JSON the largest share in bytes per division; [] if plans differ; null if sharing is not worthwhile."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
     if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):
@@ -315,7 +315,7 @@ def _any(values: Sequence[bytes]) -> bytes:
 def _read_pieces(
     source: TreeSource, leaves: Sequence[SavedLeaf], shares: Sequence[Sequence[Piece]]
 ) -> list[list[NDArray[Any]]]:
-    """Read all shares of this process in one call."""
+    """Read the pieces in all shares of this process with a single call; return one array per piece."""
     boxes: dict[int, list[Box]] = {}
     for share in shares:
         for piece in share:

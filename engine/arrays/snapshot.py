@@ -55,7 +55,7 @@ class Snapshot(list[HostLeaf]):
         self.arrival: Arrival | None = None  # pending copies from accelerators
 
     def complete(self) -> None:
-        """Describe the leaves that were not copied; must be called in the background before the list is read."""
+        """Fill in the leaves that were not copied. Call this in the background before using the list."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.to_numpy()
@@ -65,7 +65,7 @@ class Snapshot(list[HostLeaf]):
             self._known_leaves, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for copies from accelerators; after each wait, yield how many leaves from the start are readable."""
+        """Wait for copies from accelerators; after each wait, yield the number of leading leaves that can be read."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None
@@ -101,7 +101,7 @@ class StagingBuffer:
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if not self.is_free:
-            # The last snapshot has not been written yet (one handler may save two items), so it keeps its memory.
+            # The last snapshot is still being written (one handler may save two items), so leave the old memory to it.
             self.memory = np.empty(0, np.uint8)
             self._pinned = None
         on_host, on_devices = snapshot_bytes(leaves)
@@ -138,7 +138,7 @@ class StagingBuffer:
         return copies
 
     def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
-        """Fill a snapshot, which keeps the buffer in use. Copies from accelerators may continue after the call."""
+        """Fill a snapshot; while it exists, the buffer is in use. Accelerator copies may continue after the call."""
         self._last = weakref.ref(copies)
         if started:
             assert self._pinned is not None
@@ -151,8 +151,8 @@ class KnownTree:
     """The cached structure of a saved tree, for fast snapshots of later trees with the same structure.
 
     It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
-    rejects any tree whose structure or metadata would be stored differently. ``copies`` is the snapshot in the buffer,
-    which may contain only the chunks that this process writes.
+    rejects any tree whose structure or metadata would be stored differently. ``copies`` is the snapshot in the buffer;
+    chunks that other processes write may be missing from it.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
@@ -211,7 +211,7 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Yield pairs of destination and source: the array of each copy, and the part of a piece to copy into it."""
+    """Yield the destination array and the source array of each copy; a source may be only a part of a piece."""
     if [copy.box for copy in copies] == [piece.box for piece in pieces]:
         yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return

@@ -84,8 +84,8 @@ class TreeSource(Protocol):
     tree: TreeDocument  # the containers
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
-    left_out: Sequence[str] = ()  # one line for each item in the files that is not in the tree, with the reason
-    # The reason why a leaf is unreadable, keyed by leaf name; reading such a leaf raises an error.
+    left_out: Sequence[str] = ()  # one line, with the reason, for each item that the files contain but the tree lacks
+    # The reason why each unreadable leaf cannot be read, keyed by leaf name; reading such a leaf raises an error.
     unreadable: Mapping[str, str] = {}
     # The values under the names used by the library that wrote them; None if these names equal the leaf paths.
     variables: NamedVariables | None = None
@@ -113,11 +113,11 @@ class TreeSource(Protocol):
         """
 
     def check_files(self) -> list[Problem]:
-        """Compare the checksums of the files; reading a leaf skips those that cover more than the leaf."""
+        """Verify the checksums of the files. Reading a leaf skips any checksum that covers more than this leaf."""
         return []
 
     def check_readable(self, leaves: Sequence[SavedLeaf]) -> None:
-        """Raise the error that reading raises if some of the leaves are unreadable."""
+        """If any of the leaves cannot be read, raise the error that reading them would raise."""
         if self.unreadable:
             self.read_leaves([leaf for leaf in leaves if leaf.name in self.unreadable])
 
@@ -150,7 +150,7 @@ class TreeSource(Protocol):
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         """Read and verify all data; return all problems, with leaf names formatted by ``format_path``.
 
-        ``advance`` is called with the number of bytes read: the size of elements, or of files whose digest is known.
+        ``advance`` is called with the size in bytes of what was read: array elements, or a file whose digest is known.
         By default, leaves are read one by one; leaves that cannot be restored without running code are skipped.
         """
         problems = []
@@ -169,7 +169,7 @@ class TreeSource(Protocol):
 
         By default, ``kernel`` matches ``kernel/value`` and vice versa, because a flax.nnx variable is a container
         for its value, unlike a parameter in a plain dictionary. A format that stores less than a template specifies may
-        rename more leaves, or omit leaves that represent empty containers.
+        override this method to rename more leaves, or to omit leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
         missing = {without_value(name): name for name in reversed(names) if name not in saved}

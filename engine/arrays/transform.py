@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored array of each leaf, or None for a plain value, reading arrays that are not cached."""
+        """Return the stored array of each leaf (None for a plain value); read those that are not in the cache yet."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -141,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 def writable(tree: Any) -> Any:
-    """Make all numpy arrays in a tree writable by copying read-only arrays, which the cache may hold."""
+    """Replace read-only numpy arrays in a tree with writable copies, because they may belong to the cache."""
     flat = flatten(tree)
     are_shared = [isinstance(value, np.ndarray) and not value.flags.writeable for value in flat.values]
     if not any(are_shared):
@@ -218,7 +218,7 @@ class _Loader:
         return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
-        """Before reading any leaf, check that every leaf that is not computed fits the template."""
+        """Before any leaf is read, check that all leaves fit the template, except those that functions will compute."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]
@@ -235,7 +235,7 @@ class _Loader:
         self._raise(differences)
 
     def _through(self, source: TreeSource, names: Mapping[int, str]) -> Iterator[tuple[int, Any]]:
-        """Load leaves of the new tree, given the saved name for each index; yield pairs of index and value."""
+        """Load leaves of the new tree; ``names`` maps each index to the saved name. Yield pairs of index and value."""
         if not names:
             return
         leaves = TreeDef("list", None, [None] * len(names), list)
@@ -247,7 +247,7 @@ class _Loader:
         return self._new.names[number] in self._requests
 
     def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
-        """Convert computed values and cached leaves as the template requires, as if they were saved leaves."""
+        """Treat computed values and cached leaves like saved leaves: convert them to what the template requires."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}
@@ -279,7 +279,7 @@ class _Loader:
 
 
 def _described(name: str, value: Any) -> tuple[Saved, ArrayLeaf | None]:
-    """Describe a value as if it had been saved."""
+    """Return the description that a value would have in a checkpoint, and its array leaf (None for a plain value)."""
     [leaf] = describe([name], [value])
     if not isinstance(leaf, ArrayLeaf):
         return Saved.of(leaf), None

@@ -51,7 +51,7 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # differences in leaf types from the run's initial state, if known
+    fresh: Details | None = None  # how leaf types differ from those in the run's initial state, if known
 
     def __post_init__(self) -> None:
         for name in self.names:  # check the length first, because UTF-8 takes at most 4 bytes per character
@@ -259,7 +259,7 @@ class TreeWriter:
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return plain values and unsharded 0-d arrays as text, by name, to detect processes that differ in their step."""
+    """Return plain values and unsharded 0-d arrays as text, by name, to detect processes at different steps."""
     lines = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):

@@ -102,7 +102,7 @@ def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress a zstd frame into ``size`` bytes, which ``memory`` allocates only if that size is plausible."""
+    """Decompress a zstd frame to ``size`` bytes; call ``memory`` to allocate them only if this size is plausible."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")

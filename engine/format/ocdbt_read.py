@@ -75,7 +75,7 @@ class Entries:
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, or -1 if it is missing. A fast path finds equally spaced positions."""
+        """Return the position of each key, or -1 if it is missing. Equally spaced positions are found faster."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -166,7 +166,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     statistics = [int(cursor.wide_varints(count)[-1]) for _ in range(3)]
     cursor.take(8 * count)  # skip the commit times
     older = cursor.varint(64)
-    cursor.varints(older)  # generations
+    cursor.varints(older)  # skip generations
     cursor.varints(older, len(files) - 1)
     for _ in range(3):  # skip offsets, lengths and numbers of generations
         cursor.varints(older)
@@ -397,7 +397,7 @@ class Database:
         children = [files[file_id] for file_id in cursor.varints(count, len(files) - 1).tolist()]
         offsets, lengths = cursor.varints(count), cursor.varints(count)
         key_counts = cursor.wide_varints(count)
-        for _ in range(2):  # total bytes of nodes, total bytes of values
+        for _ in range(2):  # skip the total sizes of nodes and of values
             cursor.wide_varints(count)
         cursor.finish()
         if (offsets > INT64_MAX - lengths).any():

@@ -281,7 +281,7 @@ class ArrayIndex:
     file_ids: NDArray[np.integer]
     offsets: NDArray[np.int64]  # offset of the chunk in its file, in bytes
     lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
-    checksums: NDArray[np.uint32]  # CRC-32C of the stored chunk, without the checksum that follows it in the file
+    checksums: NDArray[np.uint32]  # CRC-32C of the chunk's stored bytes, except for the checksum at their end
     # Index of each array's first chunk, followed by the total number of chunks.
     starts: NDArray[np.int64] = field(init=False)
 
@@ -322,7 +322,7 @@ class ArrayIndex:
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # neighbouring keys share no more, because no prefix begins with another
+        common = shared_prefixes(prefixes)  # adjacent arrays' keys share no more, because no prefix begins with another
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
@@ -380,5 +380,5 @@ class _Template:
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = [*(keys[number] for number in order), *metadata_keys([""])]
         self.longest = max(map(len, self.keys))
-        self.order: NDArray[Any] = np.array(order, np.int64)  # chunk index of each chunk key
+        self.order: NDArray[Any] = np.array(order, np.int64)  # number of the chunk to which each chunk key belongs
         self.shared, self.sizes, self.text = key_columns(self.keys)

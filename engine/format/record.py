@@ -44,7 +44,7 @@ OWNER = "owner.json"  # name of the file that identifies the run writing to a di
 PADDED = "zero-padded_0"  # folder whose name causes an error in holdfast versions that do not support zero-padded names
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
-WITNESS = "witness.jsonl"  # file that records the steps after a save; not listed in any commit record
+WITNESS = "witness.jsonl"  # records the steps after a save, for comparison on resume; not in any commit record
 WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of all witness files, one per process
 WITNESS_LIMIT = 128 << 10  # maximum number of bytes read from a witness file
 
@@ -58,7 +58,7 @@ GRAPH = "graph.json"  # name of the file in a tree's folder that describes its o
 GRAPH_KIND = "graph"  # document kind of the graph file
 
 _KIND = "checkpoint"
-_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # zip files that contain several processes' zip files
+_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # name of a zip file with several processes' zip files
 
 
 def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Return ``digest`` if it matches the bytes of a compact document; else None, as for a reformatted document."""
+    """Return ``digest`` if it matches the bytes of a compact document; otherwise (as after reformatting), None."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -157,13 +157,13 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
-    # For a zip file that contains the zip files of several processes: the length in bytes and the digest of each.
+    # If this zip file contains the zip files of several processes: the length in bytes and the digest of each of them.
     members: tuple[tuple[int, int], ...] = ()
-    # For a zip file inside another zip file: its offset in the outer file, and the outer file's length. Not stored.
+    # If this zip file is inside another zip file: its offset in that file, and that file's length in bytes. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
-    # Whether the contents would survive a power failure. The commit syncs all files that would not. Not stored.
+    # Whether the contents would survive a power failure; otherwise, the commit syncs the file. Not stored.
     durable: bool = field(default=True, compare=False)
 
 
@@ -237,7 +237,7 @@ class ItemRecord(NamedTuple):
         return {
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
             for folder, files in trees.items()
-            if files  # a folder inside another tree's folder has no files of its own
+            if files  # a folder inside another tree's folder is not a component; the outer tree has its files
         }
 
 
@@ -264,8 +264,8 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
     # Folders of the checkpoint that this one replaced. They can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # Only in a summary for the other processes that save this checkpoint together: the identity and fingerprint of the
-    # complete record. Not stored.
+    # The identity and fingerprint of the complete record, if this is a summary, which is sent to the other processes
+    # that take part in the save. Not stored.
     summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
@@ -278,7 +278,7 @@ class CheckpointRecord:
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return the items by name, divided into per-process trees (``name/0``) and components (``name/learner``)."""
+        """Return items by name, or their per-process trees (``name/0``) or components (``name/learner``), if any."""
         parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
