@@ -22,7 +22,7 @@ OBSERVER = "HOLDFAST_OBSERVER"
 DRILL = "HOLDFAST_DRILL"
 """Environment variable with the folder of the rehearsal, set in programs that ``holdfast drill`` rehearses."""
 
-STRAYS = "strays.jsonl"  # file in the rehearsal's folder: one line for each process started without HOLDFAST_DRILL
+STRAYS = "strays.jsonl"  # file in the rehearsal's folder, with one line per process started without HOLDFAST_DRILL
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` follows an update, ``saving`` precedes the writing of a step's files (possibly in
@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Base class for observers of a process's runs. Its methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the location to use instead of ``url``, which is ``url`` itself by default.
+        """Return the location to use instead of ``url``; by default, return ``url`` unchanged.
 
         Args:
             url: A URL or an absolute path.
@@ -56,7 +56,7 @@ class Observer(Protocol):
         return options
 
     def joins(self, process: int, count: int) -> None:
-        """Called when process number ``process``, of ``count`` processes that save together, creates a manager."""
+        """Called when process ``process`` of the ``count`` processes that save together creates a manager."""
         return
 
     def wants(self, step: int) -> str | None:
@@ -64,7 +64,7 @@ class Observer(Protocol):
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return the maximum number of steps after the save at a preemption; the resumed run is compared with them."""
+        """Return the maximum number of steps to take after a preemption save, for comparison with the resumed run."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:

@@ -1,4 +1,4 @@
-"""A protocol for objects that receive the progress of a long-running call, and shares of that progress."""
+"""A protocol for receiving the progress of a long-running call, and shares for parts that count in other units."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A share of ``nbytes`` bytes in a call's progress, which advances in other units. Success completes the share."""
+    """A part of a call that counts in its own units and adds ``nbytes`` bytes of progress in total if it succeeds."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
         self._turn = 0  # counter that changes when a loop starts or a state is set
         self._reported = 0  # value of _turn at the last reported step
-        self._loops: set[bool] | None = set()  # whether the loops so far reported steps; None after a warning
+        self._loops: set[bool] | None = set()  # True if a loop reported steps, False if one did not; None once warned
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -110,7 +110,7 @@ class ResumableLoader(LoaderPosition):
         finally:
             if turn == self._turn:
                 is_reported = self._reported == turn
-                # The rest of an epoch may be too short for an update of several batches.
+                # After a resume, the rest of an epoch may be too short to reach an update, and thus report no step.
                 if given and self._loops is not None and (is_reported or not is_rest):
                     self._loops.add(is_reported)
                 self._move(self.epoch + 1, 0)
@@ -228,7 +228,7 @@ def resumable(
 
 
 class _Indices:
-    """An iterator over the indices of a sampler that can skip the first indices."""
+    """An iterator over a sampler's indices that can skip the first ``left`` of them."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -250,7 +250,7 @@ class _Indices:
 
 
 def _has_indices(loader: Any) -> bool:
-    """Return whether a loader is exactly torch's DataLoader, not a subclass, over a map-style dataset."""
+    """Return whether a loader is torch's own DataLoader, not a subclass, and has a map-style dataset."""
     torch: Any = loaded("torch")
     data = None if torch is None else torch.utils.data
     return data is not None and type(loader) is data.DataLoader and not isinstance(loader.dataset, data.IterableDataset)

@@ -92,7 +92,7 @@ def state_of(obj: object) -> Any:
 
 
 def begins_epoch(obj: object) -> bool:
-    """Return whether restoring an object draws from torch's global generator, which must then be restored last."""
+    """Return whether restoring an object draws from torch's global generator, which must therefore be restored last."""
     cls = type(obj)
     is_iterable = hasattr(cls, "__iter__") and not hasattr(cls, "__next__")
     return isinstance(obj, SkippedLoader) or (is_iterable and _methods(obj) == METHODS[1])
@@ -120,7 +120,7 @@ def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: s
         try:
             decoded = decode_state(state)
         except StateError:
-            encode_state(getattr(obj, methods[0])())  # registers classes that are defined in functions
+            encode_state(getattr(obj, methods[0])())  # lets decode_state find classes that are defined in functions
             decoded = decode_state(state)
         getattr(obj, methods[1])(prepare(obj, decoded))
         if isinstance(obj, SkippedLoader):
@@ -270,13 +270,13 @@ class _LoaderState(dict[str, Any]):
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
-        self.saved = saved  # the state as stored in a checkpoint, which is saved again until an iterator has started
+        self.saved = saved  # the state from the checkpoint; saves store it unchanged until an iterator has started
         self.has_reported = False  # whether a step was reported after the restore
         self._begun: Callable[[], object] | None = begun
 
     def __getitem__(self, key: str) -> Any:
         if key == _FINISHED and self._begun is not None:
-            # Drop the callback, which refers to the loader: a cycle would keep workers alive until garbage collection.
+            # Drop the callback: it and the loader form a cycle that would keep workers alive until garbage collection.
             begun, self._begun = self._begun, None
             begun()
         return super().__getitem__(key)
@@ -299,7 +299,7 @@ def restore_loader(
     global_generators: GlobalGenerators | None = None,
 ) -> str:
     """Restore the position of a torchdata loader. Return a note for users about their next loop over it, or ""."""
-    # The global generators are reset when the next loop has started, unless a step was reported before that.
+    # The global generators are reset once the next loop has started, unless a step is reported before it starts.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators
         loader_state, generators = state[_OWN_STATE], state[_GENERATORS]
@@ -320,7 +320,7 @@ def restore_loader(
         )
 
     def begun() -> None:
-        if ended and has_states:  # exhaust the sampler, or the new epoch would start at the old one's end
+        if ended and has_states:  # exhaust the sampler; otherwise, the next epoch would start where the last one ended
             deque(islice(iter(loader.sampler), loader.batch_size or 1), 0)
         for name in current.keys() & generators.keys():
             restore_state(current[name], generators[name])
@@ -337,7 +337,7 @@ def restore_loader(
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
-    """Return the number of batches of the current epoch that a torchdata loader has yielded."""
+    """Return how many batches of the current epoch a torchdata loader has yielded."""
     if "_num_yielded" in state:
         return int(state["_num_yielded"])
     return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
@@ -415,5 +415,5 @@ def check_window(name: str, obj: object) -> None:
 
 
 def _is_of_grain(cls: type) -> bool:
-    # Leave out the protocol `Operation` of Grain, because operations defined in the program derive from it as well.
+    # Ignore Grain's protocol `Operation`, because operations defined in the program derive from it as well.
     return cls.__module__.startswith("grain.") and cls.__name__ != "Operation"

@@ -107,7 +107,7 @@ class LateMetrics:
         return list(self._files.get(folder, {}).values())  # a copy, because another thread may refresh concurrently
 
     def files_of(self, folder: str) -> list[str]:
-        """Return the names of the metrics files read for the checkpoint in a folder."""
+        """Return the names of the metrics files that have been read for the checkpoint in a folder."""
         return list(self._files.get(folder, ()))
 
     def remove_files(self, names: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class LateMetrics:
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
             stray = [entry.name for entry in (listing / LATE).entries() if _folder(entry.name) not in {"", *folders}]
-            # Look for each commit record, because the listing may be incomplete.
+            # Keep the metrics if a commit record exists after all, because the listing may be incomplete.
             self._remove(name for name in stray if not has_record(self._directory / _folder(name)))
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -203,7 +203,7 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how many times to read data before treating it as damaged, because a network may corrupt a response."""
+    """Return how many times to read data before treating it as damaged: a network may corrupt a single response."""
     return 3 if location.is_remote else 1
 
 
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield the step folders, committed or not; skip zero-padded names unless ``padded`` is true or PADDED exists."""
+    """Yield step folders, committed or not; zero-padded names only if ``padded`` or the marker folder PADDED exists."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -375,9 +375,9 @@ def list_steps(
 
 
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
-    """Return local folders named like a step that contain files, but neither a commit record nor a save's marker."""
+    """Return local step folders that contain files, but neither a commit record nor a save or deletion marker."""
     records = {entry.location.name for entry in checkpoints}
-    # In an object store, delayed requests may leave such files. If no run used the directory, such names mean nothing.
+    # Skip object stores, where delayed requests may leave such files, and directories that no run has used.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
     folders = step_folders(directory, series, [entry for entry in directory.entries() if entry.name not in records])
@@ -435,7 +435,7 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record or its error to a folder's entry; return None if there is no record."""
+    """Add the commit record, or the error that makes it unusable, to a folder's entry; None if there is no record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -457,7 +457,7 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
 
 
 def shared_bytes(location: Location) -> int:
-    """Return the total size in bytes of a checkpoint's files that other steps share through hard links."""
+    """Return the total size in bytes of the files that a checkpoint shares with other steps through hard links."""
     return shared_by_links(files_of(location, read_record(location))) if has_record(location) else 0
 
 
@@ -481,7 +481,7 @@ def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, Fi
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return entries for the files that exist, without a size if it cannot be determined."""
+    """Return an entry for each file that exists; its size is None if the file's status cannot be read."""
     root, entries = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:

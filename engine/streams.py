@@ -22,7 +22,7 @@ def silence_lost_streams() -> list[str]:
 
 
 def handlers_of(logger: logging.Logger, level: int) -> list[logging.Handler]:
-    """Return the handlers that receive a logger's records at a level, ignoring the handlers' own levels."""
+    """Return the handlers to which a logger passes records of a given level, ignoring the handlers' own levels."""
     handlers: list[logging.Handler] = []
     owner: logging.Logger | None = logger if logger.isEnabledFor(level) else None
     while owner is not None:

@@ -1,12 +1,12 @@
 """The witness: records of the steps after a save, for comparison with the steps that a resumed run repeats.
 
-If the batch, random generators, metrics, state and counters agree, the resume is exact, regardless of the program's
-other objects. A record is taken at the save itself (k = 0), at the 1st, 2nd, 4th, 8th, ... step report after it, and at
-the next save. Records are stored in ``witness.jsonl`` in the step's folder. The commit record does not list this file,
-which may be missing, damaged or written by another version without causing an error.
+A resume is exact if the batch, random generators, metrics, state and counters agree, even if other objects of the
+program differ. A record is taken at the save itself (k = 0), at the 1st, 2nd, 4th, 8th, ... step report after it, and
+at the next save. Records are stored in ``witness.jsonl`` in the step's folder. The commit record does not list this
+file, which may be missing, damaged or written by another version without causing an error.
 
 The layers ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and ``counters`` decide
-whether a resume is exact. Opaque positions and the structure and attributes of objects only help explain a difference.
+whether a resume is exact. Opaque positions, and the structure and attributes of objects, only help explain differences.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Recorder:
         self._begun = self.attributes = self._attributes(seen)  # attributes at the start and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step (k = 0 for a save). Reuse the samples of ``same``, a record of the same step."""
+        """Begin the record of a step (k = 0 for a save). If ``same`` already records it, try to reuse its samples."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
-        # Choose leaves again: the first steps of a run create new ones, such as optimizer state; later steps rarely do.
+        # Choose leaves again, because the first steps of a run create new ones, such as optimizer state; later, few do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
@@ -138,7 +138,7 @@ class RecordFile:
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()  # given instead of ``first`` if the run resumed from this step
+        records = records or Records()  # if the run resumed from this step, ``records`` is given and ``first`` is None
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -160,7 +160,7 @@ class RecordFile:
                     self._flush(self._file, wait=False)
 
     def commit(self, folder: Location, checkpoint: str) -> None:
-        """Write the existing records once the step has been committed."""
+        """Write the records taken so far to the step's folder; called after the step has been committed."""
         with self._lock:
             if self._file is None:
                 first, self._file = self._waiting[0], folder / self._name
@@ -201,7 +201,7 @@ class Pending:
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # keys of the samples of each layer, in order
+    layers: Mapping[str, Sequence[Any]]  # for each layer, the keys of its samples, in the order of ``samples``
     _finished: bool = False
 
     def finish(self) -> Record:
@@ -229,7 +229,7 @@ class Records:
     total: int = 0  # number of leaves in the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # records, keyed by number of step reports after the save
     why: str = ""  # reason why there are no records
-    key: Mapping[str, Any] = field(default_factory=dict)  # values that must be equal in the resumed run
+    key: Mapping[str, Any] = field(default_factory=dict)  # values that must match for a comparison, and the processor
     lines: tuple[str, ...] = ()
     place: Location | None = None
 
@@ -275,7 +275,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # if positions differ, the loaders have moved; if not, their states are incomplete
+    if "batch" in differs:  # if positions differ too, the loaders have moved; if not, loader states are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
@@ -295,7 +295,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, and the names whose values differ. Ignore machine metrics."""
+    """Return the names that a layer has in both records, and those that differ. Ignore metrics of the machine."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Entries that consist of a digest and a value are compared by their digests.
@@ -308,7 +308,7 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the largest relative difference in metrics and updates at k = 1, or None if rounding cannot explain it."""
+    """Return the largest relative difference in metrics and updates at k = 1; None if it is too large for rounding."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
     differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
     before, old, new = (_values(record) for record in (first, saved, now))
@@ -322,7 +322,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that differ from the record, with both values and whether the attribute keeps changing."""
-    # Ignore a missing attribute unless it keeps changing, because the first steps may set it once, like a cache.
+    # Ignore an attribute that is missing now unless it keeps changing: the first steps may set it once, like a cache.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -335,7 +335,7 @@ def shown_name(name: str) -> str:
 
 
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Flatten nested metrics, keyed by path; entries that are not numbers are dropped later."""
+    """Flatten nested metrics to a dictionary keyed by path; entries that are not numbers are dropped later."""
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
@@ -365,7 +365,7 @@ def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> di
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return the leaves that a record sums in full. If the total size is too large, the selection rotates with k."""
+    """Return the leaves that a record sums in full. If they are too large together, the selection rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     chosen, left = {}, _FULL

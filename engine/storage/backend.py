@@ -46,7 +46,7 @@ class FileIdentity(NamedTuple):
     inode: int
     size: int  # length in bytes
     modified: int  # mtime in nanoseconds
-    changed: int  # ctime in nanoseconds; also updated when links or permissions change; programs cannot set it
+    changed: int  # ctime in nanoseconds; cannot be set by programs, and also changes with links and permissions
 
 
 class DataReader(Protocol):

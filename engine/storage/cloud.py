@@ -62,7 +62,7 @@ _ANONYMOUS = 60.0  # seconds to wait before looking for credentials again if non
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
 _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
-_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service does not support or allow the request
+_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # statuses of unsupported or forbidden requests
 
 _lock = Lock()
 _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one entry: an event loop and the PID of its process
@@ -93,7 +93,7 @@ class CloudBackend(ObjectStoreBackend):
     """A bucket or container of a cloud service, accessed through obstore. Each service has its own subclass."""
 
     extra: ClassVar[str]  # the holdfast extra that installs the packages
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra that are always required
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages that are always required from the optional extra
     variables: ClassVar[tuple[str, ...]]  # uppercase prefixes of the environment variables that configure the service
     secrets: ClassVar[re.Pattern[str]]  # matches uppercase names of variables whose values are sent in HTTP headers
     is_conditional: ClassVar[bool] = True  # whether the service is known to support conditional writes
@@ -105,7 +105,7 @@ class CloudBackend(ObjectStoreBackend):
         self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of the same bucket
         self._bucket = root.partition("://")[2]
         # Snapshots of this backend are shallow copies, so they share the following objects.
-        self._stores: dict[bool, tuple[float, Any]] = {}  # expiry time and store, keyed by ``once``
+        self._stores: dict[bool, tuple[float, Any]] = {}  # expiry time and store, by value of ``once`` (see connect)
         self._opening = Lock()
         self._lacks = set(self.lacks)
 

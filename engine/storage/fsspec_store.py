@@ -160,8 +160,8 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     """Return a name for a file system and a description that only equal file systems share."""
-    # If the options contain no secrets, the name is the same in all processes. Otherwise, it is random: a hash of the
-    # secrets could reveal them, and a hash that omits them could refer to other files in a process with other secrets.
+    # If the options contain no secrets, the name is the same in all processes. Otherwise, it is random: a hash that
+    # includes secrets could reveal them, and without secrets, the same hash could name other files in another process.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
@@ -229,7 +229,7 @@ class FsspecBackend(ObjectStoreBackend):
         self._connected: tuple[int, Any, str, Any] | None = None  # process ID, file system, prefix and lock
         self._connecting = Lock()
         in_one_step = self._whole or self._replaces
-        risks = {  # True if the file system avoids the risk
+        risks = {  # each risk, and whether the file system avoids it
             "concurrent saves to one path are not kept apart": False,
             "what was written may be lost if the machines that keep it lose power": self._whole,
             "a crash may leave half a commit record, and readers may see it": self._whole or self._renames,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files; TensorStore does not list them either
+HIDDEN_SUFFIX = ".__lock"  # suffix of TensorStore's lock files, which neither TensorStore nor holdfast lists
 
 TEMPORARY_PREFIX = ".holdfast-"  # prefix of temporary files for atomic writes; a crash may leave one behind
 
@@ -183,7 +183,7 @@ class LocalBackend:
             if last is None:
                 _remove(key)
                 return
-            try:  # fails if another save has written to the directory, which is allowed once the marker is deleted
+            try:  # once the marker is deleted, another save may write to the directory, which makes rmdir fail
                 os.rmdir(key)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
@@ -362,7 +362,7 @@ def _lock_request(descriptor: int, request: int, lock_type: int) -> int:
 
 
 def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Replace ``os.preadv``, which older macOS versions lack, for a single buffer. This takes an extra copy."""
+    """Stand in for ``os.preadv``, which older macOS versions lack; takes one buffer and makes an extra copy."""
     [memory] = buffers
     data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
@@ -472,7 +472,7 @@ def _open_direct(path: str, flags: int) -> int:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Some file systems create the file before they refuse direct I/O, and O_EXCL would then fail.
+            # Some file systems create the file before refusing direct I/O, so a second attempt with O_EXCL would fail.
             flags &= ~os.O_EXCL
     return _open(path, flags)
 
@@ -500,7 +500,7 @@ def _leave_direct(descriptor: int, refusal: OSError) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve space to detect a full disk early, and set the length because writes that extend a file are slow."""
-    # If a file system cannot reserve space, the C library writes to every page. With direct I/O, this fails at once.
+    # If space cannot be reserved, the C library writes to every page instead; with direct I/O, the first write fails.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)

@@ -184,7 +184,7 @@ class Location:
 
     Locations are immutable, comparable and hashable, and they need not exist. Methods raise only errors from
     ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods named
-    like a ``pathlib.Path`` method support handlers written for local paths, and raise the same errors as ``pathlib``.
+    like those of ``pathlib.Path`` let handlers written for local paths work, and raise the same errors as ``pathlib``.
 
     In a rehearsal (``holdfast drill``), methods that modify data raise StateError unless the location was returned by
     ``as_location(place, writes=True)``.
@@ -477,7 +477,7 @@ class Location:
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object if its contents equal ``expected``. A write between check and deletion is lost."""
+        """Delete a small object if its contents equal ``expected``. A write between checking and deleting is lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:

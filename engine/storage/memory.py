@@ -63,7 +63,7 @@ class MemoryBackend(ObjectStoreBackend):
         import tensorstore
 
         span = tensorstore.KvStore.KeyRange(key if itself or not key else f"{key}/", f"{key}0" if key else "")
-        names: list[bytes] = self.request(key, "list", lambda: self._store.list(span))  # "0" is the character after "/"
+        names: list[bytes] = self.request(key, "list", lambda: self._store.list(span))  # "0" follows "/" in ASCII
         return sorted(name.decode("utf-8", "surrogateescape") for name in names)
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
@@ -74,6 +74,6 @@ class MemoryBackend(ObjectStoreBackend):
         return answer.value if answer.state == "value" else None, answer.stamp.generation
 
     def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
-        # No object has an empty key, so the empty key has the generation of a missing object.
+        # If the object must not exist, require the generation of the empty key, at which there is never an object.
         expected = self.read_generation("")[1] if generation is None else generation
         return bool(self.request(key, "write", lambda: self._store.write(key, data, if_equal=expected)).generation)

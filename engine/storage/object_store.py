@@ -43,7 +43,7 @@ RETRIES = 8  # maximum number of retries per request; if the service stays unrea
 REQUEST_TIMEOUT = 300.0
 WARN_AFTER = 20.0  # seconds after which a warning about a pending request is logged
 SLOWEST = 64 << 10  # slowest transfer speed that time limits allow for, in bytes per second
-# No object is larger than this number of bytes. Before a read at a larger offset, the object's size is checked.
+# Upper bound in bytes for the size of any object. Before a read at a larger offset, the actual size is requested.
 _LONGEST_RANGE = 1 << 50
 GARBLED = 3  # maximum number of attempts at a request if the responses cannot be parsed
 UNKNOWN_SIZE = 32 << 20  # object length in bytes assumed for time limits if the actual length is unknown
@@ -66,7 +66,7 @@ class _Listing:
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # cache: whether objects outside the prefix exist
+    others: dict[str, bool] = field(default_factory=dict)  # cache: whether each key outside the prefix exists
 
 
 class _Pending(Protocol[T_co]):
@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted names below a key, with the key if ``itself``; others that begin with it may appear."""
+        """Return the sorted keys below ``key``, and ``key`` if ``itself``; other keys with this prefix may appear."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -158,7 +158,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def write_where(self, key: str, data: bytes, generation: Any) -> bool:
-        """Write an object if its generation matches; None matches a missing object. Return whether it was written."""
+        """Write an object if its generation matches (None: if it does not exist). Return whether it was written."""
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
@@ -170,7 +170,7 @@ class ObjectStoreBackend:
         return map_status(error, self.url(key), action)
 
     def shown_cause(self, error: Exception) -> Exception | None:
-        """Return the error if a traceback may show it as the cause; None if its text contains secrets."""
+        """Return the error, so that a traceback can show it as the cause, or None if its text contains secrets."""
         text = str(error)
         return error if without_secrets(text) == text else None
 
@@ -337,13 +337,13 @@ class ObjectStoreBackend:
         return [name.removeprefix(below) for name in self._listed(key, itself=False)]
 
     def _listed(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key and, if ``itself``, the key too if there is such an object."""
+        """Return the names of all objects below a key; if ``itself``, include any object with exactly this key."""
         below = f"{key}/" if key else ""
         listing = self._listing
         if listing is None or not below.startswith(listing.prefix):
             names = self.list_objects(key, itself=itself)
         else:
-            end = bisect_left(listing.names, f"{key}0") if key else None  # "0" is the character after "/"
+            end = bisect_left(listing.names, f"{key}0") if key else None  # "0" follows "/" in ASCII
             names = listing.names[bisect_left(listing.names, key if itself else below) : end]
         return [name for name in names if name.startswith(below) or (itself and name == key)]
 

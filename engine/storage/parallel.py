@@ -1,4 +1,4 @@
-"""Thread parallelism throughout the engine: requests, transfers, copies and compression."""
+"""Threads that the engine uses for requests, transfers, copies and compression."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ STATUSES: dict[str, type[HoldfastError]] = {
 _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"Malformed List response|Failed to parse response", GarbledAnswerError),
     ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore retries the request in vain
-    (r"All \d+ retry attempts failed", StorageUnavailableError),  # reported as ABORTED
+    (r"All \d+ retry attempts failed", StorageUnavailableError),  # TensorStore reports ABORTED
     (
         "ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
         "|credentials from provider",
@@ -228,7 +228,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError for a value invalid in HTTP headers, because a client would abort the process."""
+    """Raise StoragePermissionError for a value that is invalid in HTTP headers: a client would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} contains a character that a header cannot have, perhaps a "
@@ -237,7 +237,7 @@ def check_header(service: str, name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Mask user names, passwords and query values in the URLs of a text.
+    """Mask user names, passwords and query values in all URLs that occur in a text.
 
     >>> without_secrets("https://user:word@host/a?token=secret&b=1")
     'https://***@host/a?token=***&b=***'
