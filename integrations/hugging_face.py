@@ -1,7 +1,7 @@
 """Restore the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
 Within an epoch, each new iterator of a dataset starts from the state that was loaded last. A resume must only affect
-the first one, so its state works only once. Datasets are recognized by class name, so ``datasets`` is not imported.
+the first iterator, so a state works only once. Datasets are recognized by class name, so ``datasets`` is not imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(source: Any, state: Any) -> Any:
-    """Return a Hugging Face dataset's state so that only its next iterator uses it; return other states unchanged."""
+    """Make a Hugging Face dataset's state apply only to the next iterator; return other states unchanged."""
     if (dataset := _streamed(source)) is None:
         return state
     for epoch in _epochs_of(state):
@@ -71,7 +71,7 @@ def check_stream(name: str, source: Any) -> None:
 
 
 def _streamed(source: Any) -> Any | None:
-    """Return the Hugging Face iterable dataset that is the source itself or a torchdata loader's dataset, or None."""
+    """Return the source, or a torchdata loader's dataset, if it is a Hugging Face iterable dataset; otherwise None."""
     dataset = source.dataset if is_torchdata_loader(source) else source
     is_stream = derives(dataset, "IterableDataset", "datasets.") and hasattr(dataset, "state_dict")
     return dataset if is_stream else None

@@ -73,7 +73,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         self._began = False
         self._epoch = 0  # number of finished epochs
         self._begin_of_epoch = 0  # step at the start of the epoch
-        self._waiting: tuple[int, Any] | None = None  # index and logs of a batch that is not reported yet
+        self._waiting: tuple[int, Any] | None = None  # index and logs of a batch that has not been reported yet
 
     @property
     def loop(self) -> LoopCallback:
@@ -143,7 +143,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the last batch of an epoch, after its validation."""
-        if self._waiting is None:  # the run was stopped after a batch that is already reported
+        if self._waiting is None:  # the run was stopped after a batch that has already been reported
             return
         batch, self._waiting = self._waiting[0], None
         self.model.reset_metrics()  # Keras does this when the next epoch starts, which is where a resumed run begins

@@ -28,7 +28,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
         "metrics": {
             name: entry
             for name, metric in _metrics(trainer.lightning_module).items()
-            # Wrappers such as RunningMean do not count their updates.
+            # Wrappers such as RunningMean do not count their updates, so check for additional state, too.
             if (entry := accumulated(metric))["updates"] or entry["states"].keys() != metric._defaults.keys()
         },
     }

@@ -316,7 +316,7 @@ class CheckpointCallback(ResumingCallback):
         self._signals = Signals(trainer, self._preemption, self._store)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
-            self._evaluation = stop  # for the sanity check, which an AgreedStop cannot end, as it starts with training
+            self._evaluation = stop  # ends the sanity check on a signal; an AgreedStop works only once training begins
         self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
 

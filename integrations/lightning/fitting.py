@@ -207,7 +207,7 @@ class Fitting:
         origins, taken = _matched(present, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # This optimizer takes the complete state and shards it.
+                taken.append(states[origin])  # An optimizer with this method takes the complete state and shards it.
             elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
                 taken.append(optimizers[index].state_dict())
@@ -389,7 +389,7 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object can load state saved from another class, judging by the class or option names."""
+    """Return whether an object can load state saved from the class ``saved``, judging by class or option names."""
     # Don't compare names exactly: the program may have moved its classes to other modules, or renamed its schedulers.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):

@@ -69,7 +69,7 @@ class ResumePath(str):
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # Trainers check that the path exists locally, so a remote URL needs a substitute; messages show the real URL.
+        # Trainers check that the path exists locally, so a local path replaces a remote URL; messages show the URL.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -164,7 +164,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         self.store.at_teardown.close()
 
     # ---- wrappers of trainer and strategy methods, so that all processes save, delete, and load a step together
-    # Without these wrappers, Lightning would call the plugin in at most one process. Files are saved in the background.
+    # Without these wrappers, Lightning would call the plugin in at most one process. Steps are saved in the background.
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None

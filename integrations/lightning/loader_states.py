@@ -165,7 +165,7 @@ class DrawnAhead:
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
         self._is_for_all = False
-        self._before: tuple[list[Any], list[bool]] = [], []  # before the prefetch: loader states and exhaustion flags
+        self._before: tuple[list[Any], list[bool]] = [], []  # loader states and exhaustion flags before the prefetch
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:

@@ -225,7 +225,7 @@ class FitRecorder:
         if not newest.holds(step):
             if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if self.writer.held is None:  # otherwise, on_exception saves the held copy
+            if self.writer.held is None:  # otherwise, on_exception saves the copy in host memory
                 logger.warning(
                     "preempted during validation after step %d, which is not saved: the run resumes from step %s",
                     step,

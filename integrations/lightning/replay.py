@@ -72,8 +72,8 @@ class EpochReplay:
         self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
         self._has_counters = False  # whether the loops have their restored counters
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._before: dict[str, Any] = {}  # generator states when loaders were last asked for, if they are recreated
-        self._made: dict[str, Any] = {}  # the same when the current loaders were created
+        self._before: dict[str, Any] = {}  # generator states at the last request for loaders; empty if never reloaded
+        self._made: dict[str, Any] = {}  # generator states from which the current loaders were created
         self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
         self._ended: list[Any] | None = None  # loader states restored from a save at the end of an epoch
         self._ahead = loaders.DrawnAhead()
@@ -145,15 +145,15 @@ class EpochReplay:
         saved, self._has_counters = self._saved, True
         if saved is None:
             return
-        # Loaders that the program had made earlier, as trainer.estimated_stepping_batches does in configure_optimizers,
-        # are those of epoch 0, and their workers have begun with its order.
+        # The program may have created loaders already, for example through trainer.estimated_stepping_batches in
+        # configure_optimizers. These loaders are for epoch 0, and their workers have started on the order of epoch 0.
         private_api.forget_loaders(self._loop)
         private_api.skip_sanity_check(self._loop)  # The hooks of the sanity check would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may use the epoch to create loaders.
+            progress.completed = saved.tree["reloaded_at_epoch"]  # Loaders may depend on the epoch number.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:

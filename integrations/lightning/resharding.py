@@ -157,7 +157,7 @@ def reshard_states(
 
 
 def describe_left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe the effect on per-process state: which processes start fresh, or which saved states are dropped."""
+    """Describe which processes start with fresh per-process state, or which processes' saved state is dropped."""
     state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on start with fresh {state}"

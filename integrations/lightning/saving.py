@@ -34,14 +34,14 @@ class Newest:
 
     step: int
     metrics: Mapping[str, float] | None = None  # None if the checkpoint is not in the directory
-    is_cut_off: bool = False  # whether it lacks the work that follows its batch, such as validation
+    is_cut_off: bool = False  # whether the work that follows the batch, such as validation, was still to be done
 
     def is_complete(self, step: int) -> bool:
         """Return whether ``step`` was saved after all of its work, including validation, was complete."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resume would not repeat the batch of ``step``, even if the work that follows it remains."""
+        """Return whether a resume would skip the batch of ``step``, even if it must still do the work that follows."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
@@ -91,7 +91,7 @@ class StepWriter:
             return
         saved = self.newest.metrics
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
-        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # those of process 0
+        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # taken from process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
         self.newest = replace(self.newest, metrics={**saved, **stored})
@@ -171,7 +171,7 @@ class StepWriter:
         self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.trainer.fit_loop.epoch_loop.done
         position = self._replay.capture(point, is_cut_off=cut_off)
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the data position contains it
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # already in the data position
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:

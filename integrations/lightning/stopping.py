@@ -117,7 +117,7 @@ logger = logging.getLogger("holdfast")
 
 _PATIENCE = 120.0  # maximum time, in seconds, that other processes wait for ``scontrol``
 
-_OURS = "holdfast_requeues"  # attribute set on an environment if holdfast requeues its job
+_OURS = "holdfast_requeues"  # attribute set on a cluster environment whose job holdfast requeues
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:

@@ -97,7 +97,7 @@ class CallbackArguments(ProgramOptions):
 PROCESS = "process"
 """The item that stores the data position of each process in a run with several processes."""
 
-_OF_EVERY = {"every": True}  # restores all processes' positions if the number of processes has changed
+_OF_EVERY = {"every": True}  # restores the positions of all processes if their number has changed
 
 Template = Mapping[str, Any] | None
 """Maps entries of the Lightning checkpoint dictionary to their templates."""
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Create a manager, with a second item for data positions if they are, or have been, saved per process."""
+        """Create a manager; add an item for data positions if there are several processes or a saved step has one."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries

@@ -33,7 +33,7 @@ _OWN_PROCESSES = {"XLAStrategy"}  # strategies that derive from DDPStrategy, but
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # minimum size, in bytes, of tensors that torch.distributed broadcasts; the store carries smaller ones
+_LARGE = 1 << 20  # minimum bytes in a tensor broadcast by torch.distributed; smaller tensors are sent through the store
 
 Path = tuple[Any, ...]
 
@@ -131,7 +131,7 @@ class SharedState:
         self._channel = torch.device("cpu") if torch.distributed.get_backend() == "gloo" else strategy.root_device
         self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # Optimizers that shard their own state are excluded, because they return it only in process 0.
+        # Exclude optimizers that shard their own state, because these optimizers return it only in process 0.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint that was restored with :meth:`template` into the module and the optimizers."""
+        """Update the module and the optimizers from a checkpoint that was restored with :meth:`template`."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,

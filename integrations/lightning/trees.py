@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need their saved versions to load older states. One leaf holds the versions of all (many) modules.
+        # Modules may need their saved versions to load older states. As there may be many, one leaf holds all versions.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -195,7 +195,7 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 logger = logging.getLogger("holdfast")
 
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
-_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # packages whose classes, used as values, are saved by name
+_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # packages whose classes are saved by name when used as values
 
 # Keyed by saved type name: the type, and the functions that convert a value to plain data and back.
 _CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {

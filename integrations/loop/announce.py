@@ -73,7 +73,7 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs whose callback is still open, by directory; keeps no loop state alive
+_open: dict[str, Ending] = {}  # runs whose callback is open, by directory; does not keep loop states alive
 os.register_at_fork(after_in_child=_open.clear)
 
 

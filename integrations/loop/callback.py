@@ -117,7 +117,7 @@ class CheckpointCallback:
 
     - A pytree of jax, numpy or torch arrays and plain values, such as a ``TrainState``. The state that you pass is not
       changed. The restored state has the saved types: a number that became a jax array is restored as a jax array,
-      weakly typed if it was, and a list that grew is restored with its saved length.
+      weakly typed if the saved array was, and a list that grew is restored with its saved length.
     - nnx objects, or dicts, lists and tuples of nnx objects, which are updated in place.
     - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all other objects that
       ``holdfast.graph`` saves (its nodes, and objects with attributes). They are restored in place, but only if the
@@ -313,7 +313,7 @@ class CheckpointCallback:
         self._closed = False
         self._has_peeked = False
         self._restored: int | None = None
-        self._restores = 0  # number of restores of the manager at the last report or resume
+        self._restores = 0  # the manager's restore count at the last report or resume
         self.extras: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -432,7 +432,7 @@ class CheckpointCallback:
             seen = Report(start.step, start.state, extras=start.extras).seen({})
             self._restored = None if restored is None else restored.step
             why_not = why_not_comparable(self._options, adapter.misfits)
-            if self._ending.step is not None:  # a loop that goes back may do so to train in another way
+            if self._ending.step is not None:  # the loop went back, perhaps to train in a different way
                 why_not, self._ending.step = f"the loop went back after step {self._ending.step}", start.step
             self._witness.begin(seen, self._restored, why_not)
             self._restores = restores_of(self._manager)
@@ -508,8 +508,8 @@ class CheckpointCallback:
         Raises:
             SaveFailedError: An earlier background save failed; this step is saved nevertheless.
             StateError: The callback is closed, or the directory contains checkpoints that were not restored; or the
-                state lacks parts that ``restore_or_initialize`` returned, or is a state dict passed to it; or the
-                steps after the resume differ from those before the stop and ``on_inexact="raise"``.
+                state lacks parts that ``restore_or_initialize`` returned, or is a state dict passed to that method;
+                or the steps after the resume differ from those before the stop and ``on_inexact="raise"``.
         """
         if self._names:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
@@ -601,7 +601,7 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Exit now, skipping the rest of the program, because the loop ended during the steps after a preemption."""
+        """Exit now, skipping the rest of the program, because the loop ended in the steps that follow a preemption."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
@@ -681,7 +681,7 @@ class CheckpointCallback:
             warn_of_unrestored(extras, self._names)
         last, restores = self._ending.step, restores_of(self._manager)
         if restores != self._restores and last is not None and step <= last:
-            self._witness.forget()  # the manager has restored this step, so the steps since the last save do not count
+            self._witness.forget()  # the program went back via the manager, so steps since the last save do not count
         if restores != self._restores or last is None:
             last = self._manager.resumed_from
         if last is not None and step < last:
@@ -749,7 +749,7 @@ class CheckpointCallback:
                 saver.save(why)
             return StepOutcome(due, why, should_stop=True)
         save = not saver.is_saved
-        if save and not saver.save("preempted"):  # the step's folder exists but is no checkpoint: save the next step
+        if save and not saver.save("preempted"):  # the step's folder is not a checkpoint, so save the next step
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)

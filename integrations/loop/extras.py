@@ -61,7 +61,7 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees of those extras that are templates, that is, give restored values their types and shardings."""
+    """Return the trees of all extras that are templates, from which restored values get their types and shardings."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 

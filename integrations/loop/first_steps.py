@@ -165,7 +165,7 @@ class FirstSteps:
             self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one still refers to tensors
 
     def look_at_save(self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]]) -> bool:
-        """Check a report that will be saved, and whether a resume would refuse it. Return True after the last check."""
+        """Check a report before it is saved, and whether a resume would refuse it. Return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -212,7 +212,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the first report raised the step by one more than the second, with equally many updates."""
+        """Return whether the step, but not an update counter, rose by one more in the first report than in the next."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -236,13 +236,13 @@ class FirstSteps:
 def cause_in_state(seen: Seen | None) -> str:
     """Return the likely reason why steps differ although the state was restored exactly."""
     torch: Any = loaded("torch")
-    if seen is None or STATE not in seen.root or torch is None:  # no STATE: a trainer, which saves all schedulers
+    if seen is None or STATE not in seen.root or torch is None:  # trainers have no STATE and save all schedulers
         return _OTHERWISE
     if any(located(seen.root, _mark)):
         return _ONLY_DICTS
     shown = {id(value) for _, value in live_objects({**seen.root, **seen.objects})}
     schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
-    shown |= {id(part) for each in schedulers for part in vars(each).get("_schedulers", ())}  # saved with each
+    shown |= {id(part) for each in schedulers for part in vars(each).get("_schedulers", ())}  # saved by their container
     for scheduler in schedulers:
         if id(scheduler) not in shown and id(scheduler.optimizer) in shown:
             return _NO_SCHEDULER % type(scheduler).__qualname__
@@ -280,7 +280,7 @@ def cause_in_shardings(before: Mapping[str, tuple[Any, int]], root: Any) -> str:
 
 
 def warn_of_index(step: int, tree: Any) -> None:
-    """Warn about a step that another program saved if its update counters are one ahead of the step number."""
+    """Given a step saved by another program, warn if the update counters are one ahead of the step number."""
     flat = flatten(tree)
     counters = {
         name: int(value)
@@ -294,11 +294,11 @@ def warn_of_index(step: int, tree: Any) -> None:
 def compare_processes(
     processes: ProcessGroup, state: Any, extras: Mapping[str, Any] | None = None, step: int | None = None
 ) -> None:
-    """Raise OptionError if the processes train other parameters; at the save of a step, warn about other values."""
+    """Raise OptionError if processes train different parameters; given a ``step`` to save, warn if values differ."""
     if processes.alone:
         return
     parts: dict[str, int] = {}
-    with contextlib.suppress(Exception):  # the other processes wait for an answer in any case
+    with contextlib.suppress(Exception):  # even after an error, answer the other processes, which wait
         alike = _alike(state, extras or {})
         parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in alike.items() if is_torch_tensor(leaf)}
         if step is not None:
@@ -314,17 +314,17 @@ def compare_processes(
 
 
 def _differing(values: Iterable[Mapping[str, int]]) -> list[str]:
-    first, *others = [*filter(None, values)] or [{}]  # empty if a process could not read its own
+    first, *others = [*filter(None, values)] or [{}]  # ignore processes that failed to read their values
     return sorted({name for each in others for name, _ in first.items() ^ each.items()})
 
 
 def _alike(state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return leaves that must be equal in all processes, by name; the same choice in all processes."""
+    """Return leaves that must be equal in all processes, by name. Each process selects the same leaves."""
     torch: Any = loaded("torch")
     optimizers = [each for _, each in live_objects(state) if isinstance(each, torch.optim.Optimizer)]
     held = {*map(id, chain(*map(_moments, optimizers)))}
 
-    def is_alike(leaf: Any) -> bool:  # torch's buffers may differ
+    def is_alike(leaf: Any) -> bool:  # buffers of torch modules may differ between processes
         if is_torch_tensor(leaf):
             return leaf.requires_grad or id(leaf) in held
         return isinstance(leaf, np.ndarray) or (is_jax_array(leaf) and leaf.is_fully_addressable)
@@ -335,16 +335,17 @@ def _alike(state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn if an optimizer that updated leaves in ``changed`` (by address) is not saved, even as a state dict."""
+    """Warn if an optimizer updated leaves in ``changed`` (by address), but neither it nor its state dict is saved."""
     torch: Any = loaded("torch")
     shown = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer)]
     saved = [optimizer for optimizer in shown if optimizer.state]
-    inner = {id(value) for optimizer in shown for value in vars(optimizer).values()}  # as in ZeroRedundancyOptimizer
+    inner = {id(value) for optimizer in shown for value in vars(optimizer).values()}  # inside a ZeroRedundancyOptimizer
     held = _addresses(leaves)
     left = changed.keys() & held - _addresses(chain(*map(_parameters, saved), *map(_moments, saved)))
     live = [each for each in _live(torch.optim.Optimizer) if id(each) not in inner] if left else []
     others = [(each, _addresses(_moments(each))) for each in live]
-    left -= _addresses(chain(*(_parameters(each) for each, state in others if state & held)))  # saved as state dicts
+    # Exclude parameters of optimizers whose state dicts are saved.
+    left -= _addresses(chain(*(_parameters(each) for each, state in others if state & held)))
     for optimizer, state in others:
         if (trained := _addresses(_parameters(optimizer)) & left) and state and not state & held:
             names = sorted(changed[address].removeprefix(f"{STATE}.") for address in trained)
@@ -392,7 +393,7 @@ def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a holdfast loader that has yielded no batch, so the loop may read another loader."""
+    """Return whether an extra is a holdfast loader that has yielded no batch; the loop may then read another loader."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 

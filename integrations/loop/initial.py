@@ -173,7 +173,7 @@ class Hyperparameters:
     def settle(
         self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool, began: Mapping[str, Any]
     ) -> Any:
-        """Return the restored state with the chosen hyperparameters. Log differences that did not arise in the run."""
+        """Return the restored state with the chosen hyperparameters. Log differences not caused by training."""
         is_mine = counting == "program"
         began = {} if is_mine else began
         self._options = list(_options(state, extras))  # collected again, because a restore replaces these groups
@@ -245,7 +245,7 @@ def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the name, group and key of each torch optimizer option that is a number, a flag or a tuple."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
-        # Entries in ``defaults`` that are not constructor arguments are state, like sums of schedule-free optimizers.
+        # Entries in ``defaults`` other than constructor arguments are state, such as sums in schedule-free optimizers.
         arguments = inspect.signature(type(optimizer)).parameters
         state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):

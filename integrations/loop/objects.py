@@ -228,7 +228,7 @@ class ComponentAdapter(StateAdapter):
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
-        """Load each torch module's weights from the module's path in `source` if it exists, or else from `source`."""
+        """Load each torch module's weights from the module's path in `source` or, if missing, from `source` itself."""
         from ..components import modules_of
 
         modules = modules_of(state)

@@ -104,7 +104,7 @@ class PreemptionSignal:
 
     def hand_on(self) -> None:
         """Pass the signal to the program's previous handler, if there is one; called after :meth:`restore`."""
-        # Do not raise the signal if a later handler is installed, because it would only call this inactive handler.
+        # Do not raise the signal if a later handler is installed: that handler would only call this inactive one.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -136,7 +136,7 @@ class PreemptionSignal:
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
             self._has_warned = True
-            # Log only at INFO if the new handler is callable, because it may call the handler that it replaced.
+            # Log only at INFO if the new handler is callable, because such a handler may call the one it replaced.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers. If a later handler still calls this one, it only forwards the call to them."""
+        """Restore the previous handlers. If a later handler still calls this one, this one only forwards the signal."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]

@@ -65,8 +65,7 @@ def all_steps(directory: Location, prefix: str | None = None, manager: Checkpoin
 
 def unfinished_neighbour(directory: Location) -> str:
     """Return a sentence about an unfinished run whose path differs only in a timestamp or counter, or ""."""
-    # Hydra puts the start time into the path, and Lightning loggers put a counter into it. A restarted program
-    # therefore uses another directory and starts fresh.
+    # Hydra adds the start time to the path and Lightning loggers a counter, so a restart uses a new, empty directory.
     if not directory.is_local:
         return ""
     parts = directory.path.parts
@@ -97,7 +96,7 @@ def check_resume(
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
     """Raise an error if ``resume`` is ``"must"`` and there are no steps, or ``"never"`` and there are any."""
-    # Messages show ``option`` as the user writes it, and ``elsewhere`` as the way to start a run in another directory.
+    # For messages, ``option`` is the option as the user writes it; ``elsewhere`` says how to avoid this directory.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
@@ -286,7 +285,7 @@ def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str
 
 
 def _in_class_of(fresh: Any, value: Any) -> Any:
-    """Return a restored dictionary in the class of the fresh one if its own class or default factory was not saved."""
+    """Convert a restored dictionary to the fresh one's class if its own class or default factory was not saved."""
     if type(fresh) is type(value) is dict and fresh is not value:
         return {key: _in_class_of(fresh.get(key), item) for key, item in value.items()}
     is_encoded = type(value) is dict and not all(isinstance(key, (str, int)) for key in value)

@@ -44,7 +44,7 @@ class Start:
     state: Any
     extras: Mapping[str, Any]
     offset: int  # number of updates in a state minus its step number
-    is_known: bool = True  # False if the loop took steps before its first report
+    is_known: bool = True  # False if the state before the first report is unknown
 
 
 class StateAdapter:
@@ -81,7 +81,7 @@ class StateAdapter:
         """Return a description of a state, which :meth:`refused` compares with the initial state's description."""
 
     def refused(self, state: Any) -> list[str]:
-        """Return human-readable lines about parts of a state that cannot be restored into the initial state."""
+        """Describe, one line each, the parts of a state that cannot be restored into the initial state."""
         return []
 
     def check_savable(self, state: Any) -> None:

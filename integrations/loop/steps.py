@@ -124,7 +124,7 @@ class Positions:
             objects = {
                 name: extras[name] for name in self.plain if is_stateful(extras.get(name)) or is_nnx(extras.get(name))
             }
-            warn_of_unrestored(objects, ())  # a resume returns their states, not the objects
+            warn_of_unrestored(objects, ())  # a resume returns the states of these objects, not the objects themselves
             self.plain = [name for name in self.plain if name not in objects]
             # Thread time excludes delays by other threads, but also work done in actors, so use wall time for actors.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
@@ -238,7 +238,7 @@ class StepSaver:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
-        """Let the witness record a step that runs after the save at a preemption and is not saved."""
+        """Let the witness record, without a save, a step that follows the step saved at a preemption."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         if self._witness.watches:
             self._witness.note(lambda: report.seen(positions), report.epochs)
@@ -262,7 +262,7 @@ class StepSaver:
         """Save the last step in the background; return False if its folder exists but is not a checkpoint."""
         assert self.step is not None
         with part_of_save(self._manager, self.step):
-            if self._saved is None:  # first in a save, so that all processes come here
+            if self._saved is None:  # compare before anything else, so that all processes take part
                 shared = {name: self._report.extras.get(name) for name in self._templates}
                 compare_processes(self._manager.processes, self._report.state, shared, self.step)
             self._warn_of_gradients()
@@ -279,7 +279,7 @@ class StepSaver:
         return True
 
     def _refused(self) -> list[str]:
-        """Return human-readable lines about parts of the last step that a resume would refuse."""
+        """Describe, one line each, the parts of the last step that a resume would refuse."""
         refused = self._adapter.refused(self._report.state)
         if self._fresh_extras is not None:
             extras = {name: self._report.extras[name] for name in self._templates}

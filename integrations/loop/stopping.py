@@ -28,11 +28,11 @@ _INTERVAL = 0.1  # polling interval of the store in seconds
 _REQUESTS = 1000  # maximum number of store requests per second across all processes
 _PATIENCE = 60.0  # timeout in seconds for answers from other processes, which are due within one batch
 
-_Progress = tuple[int, int]  # (training batches and epochs finished, validation batches since the last of these)
+_Progress = tuple[int, int]  # (number of finished training batches and epochs, number of validation batches since then)
 
 
 class StepsAfterSignal:
-    """The steps that all processes run after the save at a preemption, to be compared with the resumed run."""
+    """The steps that all processes run after saving at a preemption, for comparison with the resumed run."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
         self.left: int | None = None  # remaining steps, after which the run stops; None before the save
@@ -74,7 +74,7 @@ class StepsAfterSignal:
         return self.left > 0
 
     def count(self) -> int:
-        """Count one step and return the number of remaining steps, which is 0 if a single process runs out of time."""
+        """Count one step and return how many remain; a process that runs alone returns 0 when time runs out."""
         assert self.left is not None
         longest = max(self._durations, default=math.inf)
         has_time = time.monotonic() + 2 * longest <= self._until and not self._preemption.again
@@ -100,7 +100,7 @@ class Stop:
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        """Called when training has ended. ``orderly`` is False after an exception, even one in this process only."""
+        """Called when training ends. ``orderly`` is False after an exception, even if only this process raised it."""
 
 
 class AgreedStop(Stop):
@@ -209,7 +209,7 @@ def _first_open(answers: list[Any]) -> list[int] | None:
     validations = {answer[2] for answer in answers}
     if len(validations) == 1 and validations != {math.inf}:
         return [batches, validated + 1]
-    return [batches + 1, 0]  # not within a validation, which may be shorter in some processes
+    return [batches + 1, 0]  # do not stop within a validation, which may be shorter in some processes
 
 
 def stop_of(

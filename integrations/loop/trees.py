@@ -109,7 +109,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Return human-readable lines about parts of a value that cannot be restored into the fresh value."""
+    """Describe, one line each, the parts of a value that cannot be restored into the fresh value."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
@@ -304,7 +304,7 @@ def _parts(part: _Node) -> Iterator[_Node]:
 
 
 def _class_of(part: _Node, prefix: int) -> str:
-    """Return the class name of a state in an optimizer chain. nnx optimizers store no classes, so return the keys."""
+    """Return the class name of a state in an optimizer chain. nnx optimizers store none, so return the keys instead."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))

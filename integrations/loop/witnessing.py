@@ -138,7 +138,7 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
-        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` says why not to."""
+        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` is a reason not to."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -167,7 +167,7 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def forget(self) -> None:
-        """Neither record nor compare steps until the next save or resume, because the program goes back to a step."""
+        """Do not record or compare steps until a save or resume, because the program goes back to an earlier step."""
         with self._only_logged():
             for file in self._files:
                 file.finish()
@@ -211,7 +211,7 @@ class Witness:
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:  # if moved, the epoch may be a later one
+            if self._k and self._last is None and self.watches and not moved:  # if moved, a new epoch may have begun
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()
@@ -259,7 +259,7 @@ class Witness:
         if self._processes.index or " x " in devices:
             # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
             # before each step, differed between processes at the save, which matters only if later steps differ, too.
-            # Arrays on several devices are sampled on one, and may be sharded differently until the first step.
+            # Arrays on several devices are sampled on one of them, and may be sharded differently until the first step.
             differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)
@@ -345,7 +345,7 @@ class Witness:
             self._say("not witnessed: step %d was restored as it was saved, and %s", self._resumed, why)
         if not steps:
             return
-        *others, last = dict.fromkeys(steps)  # several batches of an accumulation belong to one step
+        *others, last = dict.fromkeys(steps)  # with gradient accumulation, several batches belong to one step
         listed = f"steps {', '.join(map(str, others))} and {last} are those" if others else f"step {last} is that"
         self._event(tuple(self._layers))
         self._say("exact: %s of before the stop%s (%s)", listed, self._whose, ", ".join(self._layers.values()))
@@ -376,7 +376,7 @@ def advice(
     how: HandingOver,
     shardings: Mapping[str, tuple[Any, int]],
 ) -> str:
-    """Describe the likely cause of a difference, what to pass to the callback, and other state that the program has."""
+    """Explain the likely cause of a difference, what to pass to the callback, and what other state the program has."""
     from ...engine.fingerprints import not_handed_over  # imported lazily, because few runs need it
 
     if "batch" in differs:
@@ -386,7 +386,7 @@ def advice(
     elif "counters" in differs:
         cause = f"The run counts its steps or epochs in another way: {how.counter}"
     else:
-        summed = look is not None and "metrics" not in differs  # equal metrics: the forward pass was the same
+        summed = look is not None and "metrics" not in differs  # equal metrics imply an equal forward pass
         cause = "" if look is None else cause_in_shardings(shardings, look().root)
         left = _LEFT if [*differs] == ["gradients"] else ""
         cause = cause or (cause_in_sums() if summed else "") or left or how.state(look and look())

@@ -41,7 +41,7 @@ class CheckpointCallback(LoopCallback):
     It takes the same options and, outside of Ray Train, behaves identically. In a worker, the following also applies:
 
     - Every saved step is reported to Ray after it has become durable. ``ray.train.report`` receives the step's metrics
-      and a reference to its checkpoint, without copying it. Because a report waits for all workers, a step is reported
+      and a reference to its checkpoint, which is not copied. Because a report waits for all workers, a step is reported
       only when the next step is saved, after a preemption signal, or at the end.
     - Ray owns the reported checkpoints and deletes them according to ``CheckpointConfig(num_to_keep=...)``. With
       ``max_to_keep`` or another retention option, the callback deletes checkpoints and reports only metrics, because
@@ -127,7 +127,7 @@ class CheckpointCallback(LoopCallback):
             return
         last = self._last_step
         self._report()
-        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved on exit
+        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # close() saved it
             self._unreported = last
             self._report()
         if self.should_stop and self._preemption.number != DRAINED:
@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """After a save, report the previous saved step, which is durable because each save waits for the one before."""
+        """After a save, report the step saved before it, which is durable because a save waits for the previous one."""
         if self._worker is None:
             return outcome
         if outcome.saved:
