@@ -43,7 +43,7 @@ class Component(Protocol):
     """An object with state that can be part of a component tree and can have child components."""
 
     def get_state(self) -> Any:
-        """Return the state, with or without the states of child components; a save stores those separately anyway."""
+        """Return the state. It may include the states of child components, although these are saved separately."""
 
     def set_state(self, state: Any) -> None:
         """Restore a complete or partial state; values that are not in it are left unchanged."""
@@ -159,8 +159,8 @@ class Checkpointable:
 
         Args:
             path: The directory of a component tree, or of a component in it.
-            component: Restore only the component at this path in the program, such as ``"learner/p1"``. ``path`` must
-                then be the directory of the saved component, such as ``<tree>/learner/p0``, not the tree's directory.
+            component: Restore only the component at this path in the program, such as ``"learner/p1"``. In this case,
+                ``path`` must be the directory of the saved component, such as ``<tree>/learner/p0``, not of the tree.
             keep: Path patterns such as ``"**/lr"``; matching values are left unchanged. The path of a value is the path
                 of its component followed by its path in the component, such as ``learner/optimizer/groups/0/lr``. A
                 pattern that matches nothing is an error.
@@ -288,7 +288,7 @@ class Checkpointable:
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return JSON data to add to the versions, commit and time in ``metadata.json``, a file for human readers."""
+        """Return JSON data for ``metadata.json``, which also tells human readers the versions, git commit and time."""
         return {}
 
 

@@ -63,14 +63,14 @@ class CtorArguments(Untracked):
         self.kwargs = {name: _kept(value) for name, value in kwargs.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CtorArguments)  # always equal: flax recompiles functions if static attributes differ
+        return isinstance(other, CtorArguments)  # equal, because flax recompiles functions if static attributes differ
 
     def __hash__(self) -> int:
         return hash(CtorArguments)
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Copy plain containers, because the object may modify its arguments."""
+    """Return an argument with its plain containers copied, because the constructed object may modify the original."""
     if depth > _WRITTEN_DEPTH:  # too deep to be encoded
         return value
     if type(value) is dict:

@@ -45,7 +45,7 @@ from .names import STATE
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # for human readers: a copy of the description file in the state folder
-# Array folder in a state folder. It is created first, so that the names of both folders become durable together.
+# Array folder in a state folder. Both are created before any files, so that their names become durable together.
 DATA = "d"
 _LEVELS = 32  # maximum number of parent directories to search for the tree that contains a path
 
@@ -59,7 +59,7 @@ class Description:
     obstacle: str = ""  # why the constructor arguments are unknown
     path: Path = ()  # path from the root of the saved tree
     components: tuple[Path, ...] = ()  # relative paths of the child components
-    # Maps the relative path of each child component that is saved elsewhere in the tree to its path from the root.
+    # For child components that are saved elsewhere in the tree: maps relative paths to paths from the root.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
@@ -156,7 +156,7 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
-    """Find the tree that contains a directory; return its root, its record, and the directory's path in it."""
+    """Find the tree that contains a directory; return its root, its record, and the relative path of the directory."""
     names: tuple[str, ...] = ()
     directory = location
     for _ in range(_LEVELS):
@@ -219,7 +219,7 @@ class ComponentParts(CommitParts):
             directory = below(self.location, path)
             (directory / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(directory, part)  # also syncs the directory, so that the names of both files are durable
+                write_record(directory, part)  # also syncs the directory, to make the record and metadata.json durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:

@@ -21,7 +21,7 @@ _DEPTH = 8  # maximum depth to which containers are searched for components
 
 @dataclass(slots=True, eq=False)
 class LiveComponent(Part):
-    """A component in the running program. A walk visits its attributes and the child components that it names."""
+    """A component in the running program. A walk visits its attributes and its children, wherever they are saved."""
 
     path: Path  # path from the root
     name: str = ""  # name in the parent component; empty for the root
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # the component itself is the value, so no attribute names it
+            return {STATE: value}  # the component is itself the value, so there is no attribute name to use
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -68,7 +68,7 @@ class LiveComponent(Part):
         for path, other in self.named():
             if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
-            elif not other.is_whole:  # no edge for whole objects, because a walk reaches them through their container
+            elif not other.is_whole:  # an object that is_whole needs no edge, because its container leads to it
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**held, **named.added}
 
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that this one names, with relative paths; those saved under another path come last."""
+        """Return (relative path, child component) pairs; children that are saved under another path come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -102,7 +102,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # whether each path in use is a component's; no directory may have two owners
+        taken: dict[Path, bool] = {}  # True for paths of components, False for paths that only lead to components
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]

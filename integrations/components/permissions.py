@@ -136,7 +136,7 @@ class Permissions:
         )
 
     def _matches(self, path: str) -> bool:
-        """True if a pattern matches an import path with either a colon or a dot before the name."""
+        """True if a pattern matches an import path, written either as ``module:name`` or as ``module.name``."""
         dotted = path.replace(":", ".")
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 

@@ -63,7 +63,7 @@ class TreeRestore:
         self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
-        self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested concurrently
+        self._asked: dict[Path, Any] = {}  # states of remote components, to undo the restore; requested concurrently
 
     def _left_out(self) -> tuple[str, ...]:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
@@ -75,7 +75,7 @@ class TreeRestore:
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return saved components, keyed by the paths of their live counterparts; children come before parents."""
         origins: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # saved components that match an additional path in the program
+        elsewhere: dict[Path, SavedComponent] = {}  # components saved under an additional path, keyed by primary path
 
         def visit(live: LiveComponent, saved: SavedComponent) -> None:
             for child in live.children:

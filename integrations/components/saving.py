@@ -40,7 +40,7 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # saved for an actor handle, which cannot start actors
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # type to save for actor handles; can start actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mappi
 
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
-    """Return an object's constructor spec, or None with the reason why it is unknown."""
+    """Return an object's constructor spec, or None together with the reason why the spec is unknown."""
     method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (

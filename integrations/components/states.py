@@ -179,7 +179,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError if a component is inside an object that is not searched for components."""
     named = {id(other.value) for other in component.root.walk()}
-    # Components among the attributes are exempt: if get_checkpointable_components() omits one, a save logs a warning.
+    # Exempt components among the attributes: if get_checkpointable_components() omits one, a save only logs a warning.
     named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
@@ -214,7 +214,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """True if a graph has structure that the containers of its values do not capture."""
+    """True if a graph cannot be rebuilt from its tree of values alone, for example because objects are shared."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own state and its children's, which may be nested by path as in RLlib."""
+    """Split a state into a component's own state and its children's states, which may be nested by path as in RLlib."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -290,7 +290,7 @@ def prepare_state(
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
-        # For parameters in some components, earlier versions saved no optimizer values; report these values as missing.
+        # Earlier versions saved no optimizer values for parameters in some components; report these values as missing.
         without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
         lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
         if unused and report.missing and not (report.restored or lost or fitting):
@@ -360,7 +360,7 @@ def read_document(text: Any, source: Location) -> Any:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
 
-_TREE = "(tree)"  # first edge in the paths of parameters that only other components name
+_TREE = "(tree)"  # first edge in the path of an optimizer parameter that belongs to another component
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:

@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
     managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # managers to notify of each restore
-    reported: Mapping[Path, str] = field(default_factory=dict)  # reasons and notes logged by the last save
+    reported: Mapping[Path, str] = field(default_factory=dict)  # skip reasons and notes of the last save, keyed by path
     restorations: list[Restoration] = field(default_factory=list)  # restores that have values left to assign
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
@@ -249,7 +249,7 @@ def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
 
 @contextlib.contextmanager
 def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
-    """Yield a snapshot for a numbered save; if the block fails, reset the save counter."""
+    """Yield a snapshot for a numbered save; if the ``with`` block fails, reset the save counter."""
     state = checkpoint._holdfast
     before, state.counter = state.counter, number
     try:
@@ -356,5 +356,5 @@ class _GraphSaver(AsyncCheckpointer):
         record = super()._record(items)
         if self._number is None:
             return record
-        # Pin the checkpoint: without a manager, there is no retention policy, and only the user may delete it.
+        # Pin the checkpoint, because without a manager there is no retention policy and only the user may delete it.
         return replace(record, step=self._number, pinned=True, reason="saved by Checkpoint.save")

@@ -32,7 +32,7 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-EXTRA_STATE = "_extra_state"  # last segment of the state_dict() key for the result of get_extra_state()
+EXTRA_STATE = "_extra_state"  # last segment of state_dict() keys that hold get_extra_state() results
 
 
 def is_module(value: object) -> bool:
@@ -151,7 +151,7 @@ def _is_transparent(owner: Any) -> bool:
 
 
 def _function(hook: Any) -> Any:
-    """Return the function inside a hook that torch or partial() has wrapped."""
+    """Return the innermost function of a hook, without the wrappers that torch and ``functools.partial`` add."""
     while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
         hook = inner
     return hook
@@ -166,7 +166,7 @@ class ModuleState(PartState):
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        # With several processes, the metric state is not saved, because each process accumulates its own.
+        # Save a metric state only if there is a single process, because each process accumulates its own.
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
@@ -202,7 +202,7 @@ class ModuleState(PartState):
 
 
 _ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumulated state, which state_dict() omits
-_BESIDE = {"Running": ("_num_vals_seen",), "MinMaxMetric": ("min_val", "max_val")}  # attributes that are not states
+_BESIDE = {"Running": ("_num_vals_seen",), "MinMaxMetric": ("min_val", "max_val")}  # not registered as metric states
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class OptimizerSlot:
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # look up `state` on each access: a wrapper's load_state_dict() may replace it
+        self._optimizer = optimizer  # read `state` on each access, because a wrapper's load_state_dict() may replace it
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -421,7 +421,7 @@ def numbered_children(value: Any) -> list[tuple[str, Any]]:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return a Keras object's variables, layers and optimizer with their names."""
-    if _kind(value) == OPTIMIZER:  # optimizer variable names contain layer names, which Keras numbers per process
+    if _kind(value) == OPTIMIZER:  # use indices, because names contain layer names, which Keras numbers per process
         return [(f"variable_{index}", variable) for index, variable in enumerate(value.variables)]
     if _kind(value) != LAYER:
         return [(_name(variable), variable) for variable in _variables(value)]

@@ -141,7 +141,7 @@ class CheckpointManager:
         )
         self._later: set[int] = set()  # steps later than the restored one; these may be overwritten
         self._limit = None if hours is None else max_to_keep
-        self._left: set[int] = set()  # steps that exceed the limit and that `_preserved` has already considered
+        self._left: set[int] = set()  # steps beyond the `max_to_keep` limit that `_preserved` has already considered
         checkpoint._holdfast.managers.add(self)
 
     @property
@@ -245,7 +245,7 @@ class CheckpointManager:
         return None if newest is None else self._checkpoint.peek(newest)
 
     def _note_restore(self, stored: StoredGraph) -> None:
-        """If a restored checkpoint is in this directory, count the interval from its step."""
+        """After a restore from this directory, count the interval from the restored step, and note all later steps."""
         location = stored.checkpoint
         if str(location) != str(self._directory / location.name):
             return

@@ -46,7 +46,7 @@ class Matching:
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
-        self.waiting: list[Any] = []  # holders in which the object for some saved value does not exist yet
+        self.waiting: list[Any] = []  # holders that lack the object for at least one saved value
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
@@ -64,7 +64,7 @@ class Matching:
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
         """Yield assignments for new objects under the given key of a bound holder; a key of None stands for any key."""
         self.bindings.begin()
-        # Look only at the new child: classifying all children whenever one is added could take minutes.
+        # Look only at the new child, because classifying all children whenever one is added could take minutes.
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
             if edge is None:
@@ -78,7 +78,7 @@ class Matching:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """If the block fails, undo all bindings made since the last call of `from_root` or `from_holder`."""
+        """If the ``with`` block fails, undo all bindings made since the last call of `from_root` or `from_holder`."""
         try:
             yield
         except BaseException:
@@ -97,7 +97,7 @@ class Matching:
             number, value, view = visit.number, visit.value, visit.view
             has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
             if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
-                later.append(visit)  # wait until the parameters, and nodes stored under other paths, are bound
+                later.append(visit)  # visit last: its parameters or nodes stored under other paths must be bound first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
@@ -157,7 +157,7 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # Fill an empty deque now: objects appended to a deque later cannot be restored, unlike in a list.
+            # Fill an empty deque now, because, unlike in a list, objects that are appended later cannot be restored.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
             # Elements of a tuple, and elements referenced elsewhere, keep their identity unless the length changes.
@@ -187,7 +187,7 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                # Skip graphs without has_own_states: they may be plain trees, which have extra edges for dotted keys.
+                # Skip graphs without has_own_states, because they may be plain trees with extra edges for dotted keys.
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
@@ -207,7 +207,7 @@ class Matching:
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # parameters differ from those saved
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters are different
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
         """Yield assignments of values and options for newly bound optimizers and parameters."""
@@ -221,7 +221,7 @@ class Matching:
                     yield from self._of_optimizer(optimizer, live, path, due)
 
     def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
-        """Yield assignments for the parameters in ``due``: their optimizer values, and the options of their groups."""
+        """Yield assignments for the optimizer values of the parameters in ``due`` and the options of their groups."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:

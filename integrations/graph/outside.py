@@ -28,7 +28,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # module prefix of a class or base class: where the values of its instances are
+_ELSEWHERE = {  # where instances hold their values, keyed by the module prefix of their class or of a base class
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
@@ -125,13 +125,13 @@ def derived_classes(base: type) -> list[type]:
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a saved name may refer to a class, or to a base or subclass, even if the class was moved or wrapped."""
+    """True if a saved name may refer to a class (even if moved or wrapped), or to one of its bases or subclasses."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))
 
 
-_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # names that do not contain the wrapped class's name
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # wrapper classes whose names do not tell what they wrap
 _WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # name prefixes of generated wrapper classes
 
 
@@ -167,6 +167,6 @@ def _attribute(cls: Any) -> str | None:
 
 
 def wrapped_nodes(label: str, edges: Mapping[str, int]) -> list[int]:
-    """Return the nodes of the wrapped modules in a saved wrapper or in its saved state dict."""
+    """Return the nodes of the modules inside a saved wrapper, or inside the saved state dict of a wrapper."""
     inside = [edges[name] for name in WRAPPED if name in edges]
     return inside if inside and (label in _DICTIONARIES or label.endswith(tuple(_CLASSES))) else []

@@ -1,7 +1,7 @@
 """Restore existing objects immediately, and new objects when they are attached.
 
-A save never restores values, because the program may have changed an object that was built after the restore.
-:func:`check_restored` rejects a save that would lose values still waiting to be restored.
+A save never restores values into objects that were built after the restore, because the program may have changed them
+in the meantime. :func:`check_restored` rejects a save that would lose values still waiting to be restored.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class RestoreReport:
 class RestoreStatus:
     """The status of a restore, which may still be waiting for objects to be created.
 
-    Objects created after the restore are restored when they are attached, or else by `try_complete` and the assertions.
-    A save never restores them.
+    Objects created after the restore are restored when they are attached. `try_complete` and the ``assert_*`` methods
+    restore any that are still unrestored. A save never restores objects.
 
     Args:
         restoration: The restore, or None if no checkpoint was given.
@@ -175,7 +175,7 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Declare that values in the checkpoint may stay unrestored.
 
-        Values that are never restored then cause no warning. A save discards them and stores the program's own values,
+        From now on, unrestored values cause no warning. A save discards them and stores the program's own values,
         with a warning about objects that exist but were not restored. Objects attached to a `Node` are still restored.
         """
         if self._restoration is not None:
@@ -204,7 +204,7 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """Tracks which checkpoint values have been restored; outlives the restore, to warn about values that never were."""
+    """Tracks restored checkpoint values. It outlives the restore, in order to log values that were never restored."""
 
     wanted: dict[int, Path]  # paths of the values to restore, keyed by node number
     where: str
@@ -286,7 +286,7 @@ class Restoration:
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
-        """Restore ``training`` (not saved by holdfast 0.1.0) and ``requires_grad``; return a message per change."""
+        """Restore ``training`` (holdfast 0.1.0 did not save it) and ``requires_grad``; return a message per change."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # entries in `named` are already reported from `left`
+        lacking = [path for path in lacking if path not in named]  # drop entries whose values are listed from `left`
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -452,7 +452,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """If values are still waiting for their objects, subscribe to new objects in the holders."""
+        """Unless all values are restored, subscribe to new objects in holders that lack objects for saved values."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):

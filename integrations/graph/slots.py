@@ -56,7 +56,7 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
 
 
 class Slot(Protocol):
-    anchor: Any  # object whose lifetime the slot shares; supports weak references if possible
+    anchor: Any  # object whose lifetime the slot shares; preferably one that supports weak references
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
@@ -196,7 +196,7 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # number of each slot's last restore, keyed by live anchor id, then by trail
+_writers: dict[int, dict[Path, int]] = {}  # number of each slot's last restore, by id of the live anchor, then by trail
 
 
 @dataclass(eq=False)

@@ -146,7 +146,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate: each handler remembers only one tree structure
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, as a handler remembers only one tree structure
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Prepare a `CapturedGraph` for writing."""

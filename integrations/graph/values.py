@@ -76,7 +76,7 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # by container: nodes stored under another path; set by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # nodes stored under another path, by container; set by `below`
         self.sharing: set[int] = set()  # containers whose inner containers are also used elsewhere; set by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # container keys, by node and edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
@@ -188,7 +188,7 @@ class SavedValues:
         return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """If ``rename=`` has functions, apply them, update ``saved``, and return all arrays; otherwise, return []."""
+        """Apply any functions in ``rename=``, update ``saved`` and return all arrays; without functions, return []."""
         transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []

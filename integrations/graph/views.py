@@ -79,7 +79,7 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Keras only: `listed` returns edges in a given parameter order; `numbered`, edges named as in earlier versions.
+    # Keras only: `listed` returns edges in a given parameter order; `numbered` names the edges as earlier versions did.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
@@ -180,7 +180,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
-    is_dataclass = contents is not None and contents.kind == "dataclass"  # kind is "node" for those registered with JAX
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # JAX-registered dataclasses have kind "node"
     if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
@@ -213,7 +213,7 @@ def _with_root(node: Node | Part, edges: list[Edge]) -> View:
 
 
 def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) -> list[Edge]:
-    """Return the edges to an object's attributes; a restore sets the attributes."""
+    """Return the edges to an object's attributes, which are set on restore."""
     anchor, trail = _anchor(holder, slot)
     return [
         Edge(segment, name, Attachment(anchor, (*trail, segment), child, partial(_set_attribute, holder, name)))
@@ -222,7 +222,7 @@ def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) 
 
 
 def _container(value: Any, slot: Slot) -> View:
-    """Return a view of a container; a restore sets its entries, or rebuilds it if it is immutable."""
+    """Return a view of a container. A restore sets the entries of a mutable container and rebuilds an immutable one."""
     contents = expand(value)
     assert contents is not None
     keys = contents.keys if contents.keys is not None else range(len(contents.values))
@@ -247,7 +247,7 @@ def _container(value: Any, slot: Slot) -> View:
 
 
 def sequence_slot(value: Any, slot: Slot) -> Slot:
-    """Return a slot for all elements of a sequence; if possible, the slot updates a list or deque in place."""
+    """Return one slot for a sequence's elements. A list or deque outside immutable containers is updated in place."""
     if isinstance(slot, PartSlot) or not isinstance(value, list | deque):
         return slot
     anchor, trail = _anchor(value, slot)
@@ -263,7 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
-    """Return an optimizer's view: a leaf if it customizes its state, and otherwise a branch to inner optimizers."""
+    """Return a leaf for an optimizer that customizes its state; for any other, return a branch to inner optimizers."""
     inner = [(name, attribute) for name, attribute in vars(value).items() if is_optimizer(attribute)]
     branch = Branch(class_name(value), _attributes(value, inner, slot), optimizer=value)
     if not has_own_protocol(value):
@@ -317,5 +317,5 @@ def _set_item(container: Any, key: Any, value: Any) -> None:
 
 def _copy_encoded(tensor: Any, value: Any) -> None:
     torch: Any = loaded("torch")
-    with torch.no_grad():  # because detach().copy_() would not change the indices of a sparse tensor
+    with torch.no_grad():  # unlike detach().copy_(), this also changes the indices of a sparse tensor
         tensor.copy_(decode_state(value))

@@ -25,7 +25,7 @@ class LiveNode:
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[LiveNode]] = field(default_factory=list)  # parameters of each optimizer group, if in the graph
     number: int = -1  # node number in the saved document
-    outside: bool = False  # whether the node only names an object whose value is saved elsewhere
+    outside: bool = False  # whether the node only refers to an object whose value is saved elsewhere
 
     @property
     def has_value(self) -> bool:
@@ -64,11 +64,11 @@ class LiveGraph:
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes that belong to the graph, excluding nodes that only name objects outside it."""
+        """The nodes that belong to the graph, excluding nodes that only refer to objects outside it."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
-        """Return the graph without nodes that only name parameters outside it, unless an optimizer needs them."""
+        """Return the graph without nodes for outside parameters, or unchanged if one of its optimizers needs them."""
         if any(node.groups or node.optimizer_slots for node in self.nodes):
             return self
         for node in self.own:
@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find reachable objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Nodes beyond the ends of the graph serve only to identify the parameters of its optimizers.
+    # Objects for which `ends` returns True, and objects below them, only identify the parameters of optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # Inside a module with its own state, skip buffers and inner states, because that state includes them.
+            # Skip buffers and inner states inside a module whose own state includes them.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
