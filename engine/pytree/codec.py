@@ -45,14 +45,14 @@ def is_plain(value: object) -> bool:
 
 
 def encode_plain(value: Any) -> Any:
-    """Encode plain data for a checkpoint; only bytearrays need wrapping."""
+    """Encode plain data for a checkpoint by wrapping bytearrays; all other values stay the same."""
     if type(value) in (dict, list, tuple):
         return _rebuilt(value, encode_plain)
     return {_BYTES: bytes(value)} if isinstance(value, bytearray) else value
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, encoded so that `decode_state` can restore the arrays of each library."""
+    """Return a snapshot of a tree, encoded so that `decode_state` can restore each array in its original library."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -97,12 +97,12 @@ def _saved_by_torch(value: Any) -> Any:
 
 
 def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Convert the items of a dictionary, list, tuple or deque, and return a container of the same type."""
+    """Apply ``convert`` to the values in a dictionary, list, tuple or deque; return a container of the same type."""
     if type(value) is deque:
         return deque(map(convert, value), value.maxlen)
     if not isinstance(value, dict):
         return type(value)(map(convert, value))
-    # A copy keeps the type and order. Items are assigned, because Counter.update() would add to their counts.
+    # Copying keeps the dictionary's type and key order. Assign each value, because Counter.update() would add counts.
     copied = {} if type(value) is dict else value.copy()
     for key, item in value.items():
         copied[key] = convert(item)
@@ -164,7 +164,7 @@ def loaded_object(name: str) -> Any:
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        # The result is None for a class that is defined in a function.
+        # A class that is defined in a function cannot be found, so the result is None.
         value = vars(value).get(part) if isinstance(value, type) or hasattr(value, "__dict__") else None
     return value
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-# Default factories of a defaultdict that are stored by name; all other factories are not stored.
+# Default factories of a defaultdict that are stored, each by its name. No other default factory is stored.
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
@@ -126,7 +126,7 @@ def is_nnx(value: object) -> bool:
 
 
 class NnxObjects:
-    """The nnx objects in a tree. A variable of several objects is stored with the first and shared again on loading."""
+    """The nnx objects in a tree. A shared variable is stored with its first object, and is shared again on loading."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -140,7 +140,7 @@ class NnxObjects:
         return number, dict(state[number].items()) if number in state else {}
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
-        """Return a copy of an object, which may be abstract, with the given variables."""
+        """Return a copy of an object with the given variables; the object itself may be abstract."""
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:

@@ -100,9 +100,9 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return pairs of names: a jax array in host memory, and a leaf that shares this memory and may still change.
+    """Return pairs of leaf names: a jax array in host memory, and another leaf through which this memory may change.
 
-    Neither jax nor numpy reports such sharing, but addresses reveal it if both arrays are leaves.
+    Neither jax nor numpy reports that arrays share memory, but addresses reveal it if both arrays are leaves.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
     if not any(leaf.details["kind"] == "jax" for _, leaf in named):
@@ -164,11 +164,11 @@ def _refuse(value: Any) -> ArrayLeaf:
 
 
 class TakenLeaves(NamedTuple):
-    """The leaves of a tree that matches an earlier tree, in the order of the positions in `KnownLeaves`."""
+    """The leaves of a tree that matches an earlier tree, each list in the order of the positions in `KnownLeaves`."""
 
-    tensors: list[Any]  # to be copied
-    arrays: list[Any]  # to be copied
-    held: list[Any]  # jax arrays on the host (`HostCopies`), then Python values; see `KnownLeaves.held_leaf`
+    tensors: list[Any]  # tensors in host memory, which have yet to be copied
+    arrays: list[Any]  # numpy arrays, which have yet to be copied
+    held: list[Any]  # host copies of jax arrays (see `HostCopies`), followed by Python values; not copied again
     others: list[ArrayLeaf | ValueLeaf]
 
 
@@ -176,8 +176,8 @@ class KnownLeaves:
     """Facts about the leaves of a tree, used to recognize later trees with matching leaves.
 
     Most leaves belong to a few kinds. Leaves of the same kind are checked together, and their descriptions are reused.
-    All other leaves are described again, and the descriptions are compared. This object holds neither leaves nor
-    values. ``is_copied`` marks the leaves that are copied in full into one contiguous array.
+    All other leaves are described again, and match if the new descriptions equal the earlier ones. This object keeps
+    no leaves or values alive. ``is_copied`` marks the leaves that are copied in full into one contiguous array.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class KnownLeaves:
                 or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # int of more than 64 bits
             )
             groups["other" if is_alone else kind].append(position)
-        # Positions of numpy arrays, small host tensors, single-device jax arrays, numbers and None, and other leaves.
+        # Positions of numpy arrays; small host tensors; single-device jax arrays; numbers or None; and other leaves.
         self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
         self.tensor_facts = small_facts([values[position] for position in self.tensors]) if self.tensors else []
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
@@ -209,7 +209,7 @@ class KnownLeaves:
         self._held = {position: leaves[position].details for position in self.whole}
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
-        """Return the leaves of a tree, ready to be copied or held; None if they do not match the known leaves."""
+        """Return a tree's leaves, to be copied or kept by reference; None if they do not match the earlier tree."""
         if list(map(type, values)) != self.types:
             return None
         get = values.__getitem__
@@ -225,7 +225,7 @@ class KnownLeaves:
         copies = self._whole.start(whole, self._pinned_bytes)
         if copies is None:
             return None
-        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # 0 would change how leaves are described
+        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # a limit of 0 would change the descriptions
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
@@ -240,7 +240,7 @@ class KnownLeaves:
         return [*self.whole, *self.plain]
 
     def held_leaf(self, position: int, value: Any) -> ArrayLeaf | ValueLeaf:
-        """Describe a leaf that is held rather than copied."""
+        """Describe a leaf from `TakenLeaves.held`, which is kept by reference rather than copied."""
         details = self._held.get(position)
         return describe_python(value) if details is None else ArrayLeaf.of(np.asarray(value), details)
 
@@ -249,7 +249,7 @@ _ARRAY_FACTS = attrgetter("dtype", "shape")
 
 
 def _kind(value: Any) -> str:
-    """Return the group to which leaves of this type may belong."""
+    """Return the group for leaves of this type; `KnownLeaves` moves leaves that need separate checks to "other"."""
     if type(value) is np.ndarray:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):

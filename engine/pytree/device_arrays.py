@@ -35,7 +35,7 @@ ACCELERATORS = {"cuda"}  # device types whose tensors this module can copy; each
 # Must be a power of two: torch rounds pinned allocations up to powers of two, so other sizes would waste memory.
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
-LEAST_ROOM_BYTES = 1 << 20  # minimum number of bytes left in a block for which a tensor is split to fill the block
+LEAST_ROOM_BYTES = 1 << 20  # a tensor is split to fill a block only if at least this many bytes are left in the block
 _SMALL = 64 << 10  # size, in bytes, below which launching a copy takes longer than the copy itself
 _GATHERED = 4 << 20  # maximum total size, in bytes, of small tensors that are joined on the device and copied at once
 FIRST_BYTES = 256 << 20  # bytes that the first wait covers; each further wait covers twice as many, as waits are costly
@@ -94,7 +94,7 @@ class Arrival:
         self.held: list[Any] = []  # sources, kept alive because their memory may not belong to torch's allocator
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies; after each wait, yield how many leaves from the start have arrived.
+        """Wait for the copies. After each wait but the last, yield a number n: the first n leaves have arrived.
 
         If a copy fails, RuntimeError is raised once no copies are in progress.
         """
@@ -104,7 +104,7 @@ class Arrival:
             _, event = self.events.pop(0)
             try:
                 event.synchronize()
-                # Skip copies that finished while the caller was writing, so that sources are released early.
+                # Skip waits for copies that finished while the caller was writing, so that sources are released early.
                 while self.events and self.events[0][1].query():
                     self.events.pop(0)
             except RuntimeError as error:
@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Yield the parts of a piece, each with its target. If no more memory can be pinned, targets are pageable."""
+        """Yield the parts of a piece, each with its target. The target is pageable if no more memory can be pinned."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -321,7 +321,7 @@ def _over(memory: Any, like: Any) -> Any:
 
 
 def _cut(piece: Piece, room: int) -> list[Piece]:
-    """Split a piece along its first axis longer than 1, so that the first part has at most `room` bytes if possible."""
+    """Split a piece along its first axis longer than 1; the first part fits into `room` bytes if a row does."""
     shape = piece.array.shape
     axis = next(axis for axis, size in enumerate(shape) if size > 1)
     row = piece.array.nbytes // shape[axis]

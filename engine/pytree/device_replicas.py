@@ -30,8 +30,8 @@ def is_on_several_devices(value: Any) -> bool:
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Given jax arrays on several devices, find those whose replicas differ bitwise between this process's devices.
 
-    Yields the name of each such array, the devices that agree with the replica that a save writes, and the devices that
-    differ from it. Each device computes a checksum of its replica, and the checksums are compared.
+    For each array found, yields its name, the devices whose replicas equal the one that a save writes, and the devices
+    whose replicas differ from it. Each device computes a checksum of its replica, and the checksums are compared.
     """
     sums: list[tuple[str, Any]] = []
     with jax.transfer_guard("allow"):

@@ -1,9 +1,9 @@
 """Tree documents, which describe the containers and leaves of a tree as JSON for ``tree.json``.
 
-A container is ``{"type": ..., "keys": [...], "children": [...]}``, with null in place of a leaf. A list of the leaf
-documents follows. A document that many leaves share is stored once, under "facts", and the list contains its index.
-Keys of type str are escaped as in leaf names, which keeps lone surrogates out of JSON and distinguishes ``"1"``
-from ``1``. Keys that are tuples are stored as lists. A document never names code to run.
+A container is ``{"type": ..., "keys": [...], "children": [...]}``, with null in place of each leaf. The list
+"leaves" contains a document for each leaf. A document that many leaves share is stored once, in the list "facts", and
+"leaves" contains its index in "facts". Keys of type str are escaped as in leaf names, which keeps lone surrogates
+out of JSON and distinguishes ``"1"`` from ``1``. Tuple keys are stored as lists. A document never names code to run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
-_LENGTH = re.compile("[0-9]{1,18}")  # maxlen of a deque, as text
+_LENGTH = re.compile("[0-9]{1,18}")  # matches the maxlen of a deque, stored as text
 _Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # decoded keys and segments, keyed by stored keys
 
 
@@ -33,7 +33,7 @@ class TreeDocument(NamedTuple):
     structure: TreeDef | None
 
     def build(self, values: Sequence[Any]) -> Any:
-        """Rebuild a tree from dict, OrderedDict, defaultdict, Counter, list, tuple and deque; keys keep their types."""
+        """Rebuild the tree as dict, OrderedDict, defaultdict, Counter, list, tuple or deque; keys keep their types."""
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
@@ -106,7 +106,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-_FEW = 8  # maximum number of keys to search for one by one; otherwise, a loop over all children is faster
+_FEW = 8  # maximum number of keys to search for one by one; for more keys, a loop over all children is faster
 _Progress = Sequence[tuple[Pattern, Collection[int]]]  # (pattern, positions reached in it so far); see `Pattern`
 
 
@@ -119,7 +119,7 @@ class _Lookup:
         self._counts: dict[int, int] = {}  # number of leaves below each container, keyed by id
 
     def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
-        """Return a container with only its matching leaves; None if no leaf matches. ``number`` leaves precede it."""
+        """Reduce a container to its matching leaves; None if it has none. ``number`` leaves precede the container."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         try:
@@ -128,7 +128,7 @@ class _Lookup:
             segments = _decode_keys(stored, "", {})[1]
             text = "\n".join(["", *segments, ""])
         wild: list[tuple[Pattern, Collection[int]]] = []
-        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns, keyed by a key that can match next
+        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # for each key that can match next, its patterns
         for pattern, positions in progress:
             keys = pattern.literal(positions)
             for entries in [wild] if keys is None else [literal.setdefault(each, []) for each in {*keys}]:
@@ -182,7 +182,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document has a value. It is not shared, because a few bytes could then expand to many large values."""
+    """True if a document has a value; sharing it between leaves would let a few bytes expand to many large values."""
     return "value" in document or "base64" in document
 
 

@@ -32,8 +32,8 @@ from .leaves import (
 )
 from .names import escape_first, escape_keys, format_path
 
-# A mapping key or an attribute name. Documents distinguish ``True`` from 1. A tuple consists of keys; for
-# example, numpyro states use tuples as keys for groups of parameters.
+# A mapping key or an attribute name. A bool is a key of its own: documents distinguish ``True`` from 1. The elements
+# of a tuple must be keys, too; numpyro states, for example, use tuples as keys for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
 MAX_DEPTH = 200  # maximum nesting of containers; code that walks trees, including the json module, is recursive
@@ -103,7 +103,7 @@ class _Walk:
         self.values: list[Any] = []
         self.problems: list[str] = []
         self.objects = NnxObjects()
-        self.above: dict[int, str] = {}  # containers on the current path: id -> name
+        self.above: dict[int, str] = {}  # names of the containers on the current path, keyed by id
 
     def visit(self, value: Any, name: str, depth: int) -> TreeDef | None:
         if is_leaf(value) or isinstance(value, self.leaf_types) or (contents := expand(value, self.objects)) is None:

@@ -67,7 +67,7 @@ class JaxDescriber:
         self._copies: HostCopies | None = HostCopies([part for _, part in parts], pinned_bytes)
 
     def _parts(self, value: Any) -> list[Any]:
-        """Return the single-device arrays to copy."""
+        """Return the single-device arrays that must be copied to save an array; none if the array was deleted."""
         if value.is_deleted():
             return []
         return [value] if self._sharding(value).whole else [data for _, data in _shards(value)]
@@ -199,7 +199,7 @@ class HostCopies:
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
-        if not self._arrays:  # without arrays, jax may not have been imported
+        if not self._arrays:  # if there are no arrays, the program may not have imported jax
             return []
         with jax.transfer_guard("allow"):
             if not pinned:
@@ -279,7 +279,7 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the parts into which a sharding divides an array, in ascending order, each with its holders."""
+    """Return the parts into which a sharding divides an array, in ascending order, and the processes that hold each."""
     indices = sharding.devices_indices_map(shape)
     return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
@@ -411,7 +411,7 @@ def is_spread(sharding: Any) -> bool:
 
 @lru_cache(maxsize=512)
 def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
-    """Return the boxes that the devices of this process hold, and pairs of a device and the index of its box."""
+    """Return the distinct boxes on this process's devices, and a (device, index of its box) pair for each device."""
     indices = sharding.addressable_devices_indices_map(shape)
     numbers: dict[Box, int] = {}
     holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]

@@ -23,7 +23,7 @@ Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in a program
-# Python number types, keyed by kind, narrowest first; such leaves are stored as 0-d arrays.
+# Python number types, keyed by kind, narrowest first. Leaves of these kinds are stored as 0-d arrays.
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
 NUMBERS = "numbers"  # kind of packed number sequences (`PackedNumbers`)
@@ -68,7 +68,7 @@ class _Framework:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # such names are looked up by code that inspects arbitrary objects
+        if name.startswith("__"):  # code that inspects arbitrary objects looks up special names
             raise AttributeError(name)
         value = getattr(sys.modules.get(self._name) or required(self._name), name)
         if not isinstance(value, types.FunctionType):  # functions are not cached, because a program may patch them
@@ -308,9 +308,9 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
 
 @dataclass(frozen=True, slots=True)
 class LeafMetadata:
-    """Kind, shape and dtype of a saved leaf, known without reading it.
+    """The kind, shape and dtype of a saved leaf, which are known without reading the leaf.
 
-    As a template leaf, it restores the saved leaf as a numpy array or Python value, and requires this shape and dtype.
+    A template leaf of this type requires this shape and dtype, and is restored as a numpy array or Python value.
 
     Attributes:
         kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
@@ -343,7 +343,7 @@ class StaticLeaf:
 
 
 _CONSTANTS = (*PLAIN, type, np.dtype, types.ModuleType)
-_DEEPEST = 8  # maximum nesting of functions in functions
+_DEEPEST = 8  # maximum depth to which wrapped functions and captured values are followed
 
 
 def _name_of_code(value: Any, depth: int) -> str | None:

@@ -303,7 +303,7 @@ def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
 def _part(
     template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None
 ) -> tuple[Partition, list[NDArray[Any]]] | None:
-    """Return a leaf's partition and the parts cut from the whole array; None if it is not partitioned."""
+    """Return a leaf's partition and copies of its boxes; None if the whole array is needed or there is no array."""
     try:
         cut = partition(template, leaf)
     except ValueError as error:

@@ -26,7 +26,7 @@ def _percent(text: str) -> str:
 def escape_key(key: str) -> str:
     """Escape one key of a name."""
     if key.isidentifier() and not key.endswith(_LOCK):
-        return key  # the common case, four times faster than the search below
+        return key  # the common case; this check is four times as fast as the search below
     if not key:
         return "%"
     escaped = _ESCAPED.sub(lambda match: _percent(match.group()), key)

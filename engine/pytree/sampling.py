@@ -48,7 +48,7 @@ class Samples:
 
     def devices(self, count: int) -> str:
         """Return the device kinds of the first ``count`` leaves as text; ``gpu x 4`` means arrays on 4 devices."""
-        # Omit ``gpu`` if ``gpu x 4`` is present: the first step moves arrays such as optax counts to all devices.
+        # Omit ``gpu`` if there is ``gpu x 4``, because the first step moves arrays such as optax counts to all devices.
         found = [device for device, position in self._devices.items() if position < count]
         return ", ".join(sorted(kind for kind in found if not any(other.startswith(f"{kind} x") for other in found)))
 
@@ -58,7 +58,7 @@ class Samples:
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """Return, for each leaf, a digest (0 if unreadable) and the values of ``shown`` elements."""
+        """Return, for each leaf, a digest (0 if unreadable) and the values of ``shown`` of the sampled elements."""
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
@@ -73,7 +73,7 @@ class Samples:
         return digests, values
 
     def differs(self, other: Samples, end: int | None = None) -> bool:
-        """True if the samples differ in one of the first ``end`` leaves that both could read. May wait for a device."""
+        """True if any of the first ``end`` leaves differs, ignoring unreadable ones. May wait for a device."""
         mine, yours = (samples.fetch(1)[0][:end] for samples in (self, other))
         return len(mine) == len(yours) and bool(((mine != yours) & (mine != 0) & (yours != 0)).any())
 
@@ -81,7 +81,7 @@ class Samples:
 class _View(NamedTuple):
     """A view of the sampled elements of a tensor, valid as long as the tensor's facts stay the same."""
 
-    facts: tuple[Any, ...]  # values of the `_facts` functions
+    facts: tuple[Any, ...]  # results of the functions that `_facts` returns
     address: int
     part: Any  # a numpy array if numpy has the dtype, else a tensor; None at the first sample
 
@@ -152,7 +152,7 @@ class Sampler:
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Start sampling arrays and numbers; keep no views of ``passing`` leaves, such as gradients."""
+        """Start sampling arrays and numbers; keep no views of short-lived leaves (``passing``), such as gradients."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
         last_views = self._views if is_steady else {**self._views, **self._steady.views}
@@ -346,14 +346,14 @@ def _chosen(counts: tuple[int, ...], shown: int) -> NDArray[Any]:
 
 @functools.lru_cache(64)
 def _layout(counts: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[np.uint64], NDArray[Any]]:
-    """Return the start of each run of elements, the weight of each element, and the starts of single-element runs."""
+    """Return the start of each run of elements, each element's digest weight, and the starts of single-element runs."""
     each = np.array(counts)
     starts = np.cumsum(each) - each
     return starts, _WEIGHTS[np.arange(each.sum()) - np.repeat(starts, each)], starts[each == 1]
 
 
 def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Return a nonzero digest of the bits of each run of elements; single elements are digested as 64-bit numbers."""
+    """Return a nonzero digest of the bits of each run of elements; a single number is first converted to 64 bits."""
     if flat.dtype.kind == "c":
         flat, counts = flat.view(flat.real.dtype), tuple(2 * count for count in counts)
     if flat.dtype.itemsize not in _WIDTHS:

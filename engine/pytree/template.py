@@ -52,8 +52,8 @@ class LeafTemplate:
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" to restore the leaf unchanged.
     kind: str
-    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of the key data); None if the kind suffices
-    dtype: np.dtype[Any] | None  # dtype of the stored array; None if the kind suffices
+    shape: tuple[int, ...] | None  # shape of the stored array (for keys, of the key data); None if not requested
+    dtype: np.dtype[Any] | None  # dtype of the stored array; None if not requested
     leaf: Any  # the template's own leaf; None if there is no template
     variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
@@ -237,7 +237,7 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Return a template that applies a request to a saved leaf; used if the template has no array for the leaf."""
+    """Return a template for a saved leaf as changed by a request; used if the given template has no array for it."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state. ``roots`` lists its root keys if the saved tree may have further ones."""
+    """The leaf types of a fresh state. ``roots`` lists its root keys if the saved tree may have others as well."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return the template that restores a leaf of the fresh state, or, if the program changed, the difference as text.
+    """Return a template that restores a leaf of the fresh state; if the program changed, return the difference as text.
 
     ``began`` is the type that the leaf had in the fresh state when the run began.
     """

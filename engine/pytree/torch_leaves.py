@@ -34,9 +34,9 @@ _TINY = re.compile("u?int[1-7]")  # sub-byte integer dtypes, for which torch imp
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary parts along an additional last axis
 HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # device types that can copy to the host asynchronously
-# Maximum bytes that a save without pinned memory of its own copies asynchronously; torch pins up to twice as many.
+# Maximum number of bytes that a save without its own pinned memory copies asynchronously; torch pins up to twice that.
 BYTES_AT_ONCE = 1 << 30
-_SMALL = 1 << 15  # number of elements from which torch copies a tensor with several threads
+_SMALL = 1 << 15  # minimum number of elements for which torch copies a tensor with several threads
 
 
 def is_dtensor(value: Any) -> bool:
@@ -44,7 +44,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors in one tree; if ``later`` is set, the next snapshot makes device copies where possible."""
+    """Describes the tensors in one tree; ``later`` leaves copies from devices to the next snapshot where possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
@@ -405,7 +405,7 @@ def _finished(tensor: Any, template: Any) -> Any:
 
 
 Interval = tuple[int, int]  # half-open range of indices along an axis: (start, stop)
-PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its index in the local tensor of a process
+PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and the slices that select it in a local tensor
 
 
 class Division(NamedTuple):
@@ -496,7 +496,7 @@ def _placed_boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:
-    """Split held indices into ``rounds`` equal blocks of ``count`` shares; return share ``index`` of each block."""
+    """Split indices into ``rounds`` equal blocks with ``count`` shares each; return share ``index`` of every block."""
     shares = []
     size = sum(high - low for low, high in held)
     for block in range(rounds):

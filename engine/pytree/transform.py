@@ -314,7 +314,7 @@ class _Planner:
 
 
 def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator[tuple[str, tuple[int, int, TreeDef]]]:
-    """For each container, yield its path and (first leaf, end of leaves, definition); inner containers come first."""
+    """Yield each container's path and (first leaf's index, index after the last leaf, definition), innermost first."""
     if node is None:
         return
     start = counter[0]

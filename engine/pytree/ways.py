@@ -66,7 +66,7 @@ class _Way:
         return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if a dictionary has lost an entry that the access path needs. Lists and optimizer state may shrink."""
+        """True if the access path needs an entry that a dictionary has lost. Lists and optimizer state may shrink."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]

@@ -241,7 +241,7 @@ _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # raised for elemen
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of a leaf's finite elements, each None if there are none, and counts of the non-finite elements."""
+    """Statistics of a leaf's finite elements (None if it has no finite elements), and counts of all other elements."""
 
     item: str  # name of the leaf's item
     path: str  # path in the tree

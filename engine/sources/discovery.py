@@ -117,13 +117,13 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("array_files", files=("*.npz", "*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    # Files from TensorFlow versions before 0.12: the module raises an error that names their format.
+    # This function refuses files from TensorFlow versions before 0.12, with an error that names their format.
     _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open another library's checkpoint, or return None. Raise an error if this is part of a holdfast checkpoint."""
+    """Open another library's checkpoint, or return None; raise an error for a part of a holdfast checkpoint."""
     if _is_our_archive(location):
         whole = _part_of(location) or "it is part of one, in a zip file; load the checkpoint that it belongs to"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -185,7 +185,7 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
+    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have any."""
     # If this run has ``begun``, files in another library's format may come from a second callback in the same program,
     # such as Lightning's ModelCheckpoint. Single checkpoints from hf.save or Checkpoint.save do not count as runs.
     all_steps = find_steps(location)

@@ -98,7 +98,7 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
 
 def leaf_path(item: str, name: str) -> str:
     """Return the path of a leaf in the tree that :func:`trees_in` yields with the name ``item``."""
-    if f"/{OWN_FOLDER}/" in item:  # a name then begins with an object's escaped path, such as `data.train`
+    if f"/{OWN_FOLDER}/" in item:  # in this case, the name begins with an object's escaped path, such as `data.train`
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
     return format_path(name)
@@ -162,7 +162,7 @@ def _nbytes(entry: StepEntry) -> int:
     try:
         return open_at(entry.location).nbytes
     except HoldfastError:
-        return 0  # the call itself raises this error when it reads the checkpoint
+        return 0  # the same error is raised later, when the checkpoint is read
 
 
 def described_steps(location: Location) -> FoundSteps:

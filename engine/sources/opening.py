@@ -76,7 +76,7 @@ class OpenCheckpoint:
 
 
 class _Address(NamedTuple):
-    """The address at which another process opens the tree of a pickled handle."""
+    """Identifies the tree of a pickled handle, so that another process can open the tree."""
 
     location: Location  # location of the checkpoint
     item: str  # name of the item

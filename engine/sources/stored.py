@@ -49,7 +49,7 @@ class _Branch(dict[str | int, Any]):
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Build nested dicts from paths and values; dicts with the keys ``number(0)``, ``number(1)``, ... become lists."""
+    """Build nested dicts from paths and values; dicts whose keys are ``number(0)``, ``number(1)``, ... become lists."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build a tree document from paths with leaf numbers or empty containers; also return the numbers in tree order."""
+    """Build a tree document from (path, leaf number or empty container) pairs, and list the numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -180,7 +180,7 @@ class StoredPart:
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the part inside a box, or the whole part if it has a checksum or is encoded; None if it is outside."""
+        """Return the part inside a box, or the whole part if encoded or with a checksum; None if nothing is inside."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
@@ -451,7 +451,7 @@ class FetchedTree(OtherTree):
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
-        """Open the file and yield a function that reads an array by name, or just a box of it if supported."""
+        """Open the file and yield a function that reads an array by name, or only a box of it if one is given."""
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
@@ -506,5 +506,5 @@ def not_read(why: str) -> Saved:
 
 
 def _own(array: NDArray[Any], *, is_new: bool) -> NDArray[Any]:
-    """Return an aligned array in C order that shares no memory. If it ``is_new``, copy it only if necessary."""
+    """Return an aligned, writable array in C order that shares no memory; copy a new array only if necessary."""
     return np.require(array, requirements=["C", "A", "W"]) if is_new else np.array(array, order="C", copy=True)

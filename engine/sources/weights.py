@@ -25,13 +25,13 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # differences between values and their saved counterparts
+    kept: dict[str, str] = field(default_factory=dict)  # how values differ from their saved counterparts, by path
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
     moved: dict[str, str] = field(default_factory=dict)  # paths in the checkpoint, keyed by path in the program
     left: list[str] = field(default_factory=list)  # values found only in the checkpoint
 
     def missing(self, paths: Iterable[str]) -> None:
-        """Record values that are missing from the checkpoint, except those whose counterparts do not fit."""
+        """Record values that are missing from the checkpoint, skipping paths that `differs` has already recorded."""
         self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
@@ -39,7 +39,7 @@ class Misfits:
         self.kept[path] = difference(path, expected, found) + more
 
     def surplus(self, paths: Iterable[str]) -> None:
-        """Record values that are only in the checkpoint, except those that do not fit their counterparts."""
+        """Record values that are only in the checkpoint, skipping paths that `differs` has already recorded."""
         self.left += [path for path in paths if path not in self.kept]
 
     def check(self, what: str) -> None:
@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # Prefer containers that share many names with the template, and, in a tie, those with few other names.
+            # Prefer containers that share many names with the template and, if tied, those with few other names.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)
