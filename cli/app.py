@@ -70,7 +70,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def command(name: str) -> click.Command:
-    """Import and return a command. Only its own module is imported, because importing all of them is slow."""
+    """Import one command and return it. The modules of other commands are not imported, because that is slow."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()
@@ -85,11 +85,11 @@ def _import_numpy() -> None:
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # hide it from the caller of `main` and from child processes
+        del os.environ["OPENBLAS_NUM_THREADS"]  # hide the variable from the caller of `main` and child processes
 
 
 class _Unloaded(click.Command):
-    """A placeholder that imports the command only when a user calls it or a shell requests its completions."""
+    """A placeholder for a command, which is imported only when a user calls it or a shell requests its completions."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

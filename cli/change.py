@@ -40,7 +40,7 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The run to change. If ``takes_strays`` is true, its steps include step folders without a commit record."""
+    """The run to change. If ``takes_strays`` is true, step folders without a commit record count as its steps."""
 
     def __init__(self, directory: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
@@ -136,7 +136,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    Rules that you do not set are taken from the last run. The newest checkpoint and pinned checkpoints are always kept.
+    Rules that you do not set are those the run last used. The newest checkpoint and pinned checkpoints are always kept.
     """
     rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)

@@ -33,7 +33,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def observer() -> Observer:
-    """Return the observer for this process: a heartbeat or, under ``holdfast drill``, a rehearsal that wraps one."""
+    """Return this process's observer: a heartbeat or, under ``holdfast drill``, a rehearsal with a heartbeat."""
     heartbeat: Observer = Unobserved()
     if folder := os.environ.get(SUPERVISOR):
         try:

@@ -129,7 +129,7 @@ def export(
 
     An export to Orbax includes all steps unless a step is given.
     """
-    configure_logging("error")  # as in an import, the command lists what was left out
+    configure_logging("error")  # hide warnings about omitted leaves, because the command lists these leaves
     if in_place:
         if to != "orbax" or destination is not None or item is not None or select or root or overwrite:
             raise OptionError("--in-place takes --to orbax and --step, but neither DST nor other options")

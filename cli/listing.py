@@ -37,8 +37,8 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
     """List the checkpoints of runs, or the runs in a folder.
 
     Each checkpoint is listed with its age, size and metrics, the reasons for keeping it, any damage, and whether the
-    newest resume from it was exact ("recorded" means that no resume has been compared). The list is followed by the
-    run's mirror, and by the path that holds local steps on the run's hosts.
+    newest resume from it was exact ("recorded" means that no resume has been compared). After the list, the
+    command shows the run's mirror, and the path of the local steps on the run's hosts.
     """
     configure_logging("warning")
     locations = [checkpoints_at(directory) for directory in directories]
@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the verdict on the newest resume from each step, such as ``exact``, or ``recorded`` if none was compared."""
+    """Add a verdict on the newest resume from each step, such as ``exact``, or ``recorded`` before any comparison."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -123,7 +123,7 @@ def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Format a step's size and, if ``shares`` is true, the part of it that is not shared with other steps."""
+    """Format a step's size and, if ``shares`` is true, its size without the data that it shares with other steps."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -180,7 +180,7 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Summarize a checkpoint, using its parent directory's listing if possible. An unknown step becomes -1."""
+    """Summarize a checkpoint, using its parent directory's listing if possible; -1 stands for an unknown step."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)

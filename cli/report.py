@@ -40,7 +40,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         text = "  ".join(aligned).rstrip()
         if on_terminal and line is columns and os.environ.get("TERM") not in ("dumb", "unknown"):
             text = f"\x1b[1m{text}\x1b[0m"
-        print(text)  # The cells are already escaped.
+        print(text)  # `print` instead of `say`, because the cells are already escaped
 
 
 def _table_width(widths: Sequence[int]) -> int:

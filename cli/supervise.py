@@ -103,7 +103,7 @@ class Start:
 
     kind: Kind
     returncode: int
-    progress: bool | None  # whether a step newer than all earlier steps was committed; None if unknown
+    progress: bool | None  # whether the attempt committed a step newer than any before; None if unknown
     asked: bool = False  # whether the supervisor received and forwarded a signal
     early: bool = False  # whether the attempt ended within ``EARLY`` seconds without starting a run
 
@@ -369,7 +369,7 @@ def _overdue(program: Program, watch: Watch) -> str | None:
 
 
 def _progress(newest: dict[str, int]) -> bool | None:
-    """Update the newest step of each directory. Return whether any directory has a newer step; None if unknown."""
+    """Update the newest step of each directory. Return whether any of them has increased; None if this is unknown."""
     grown, is_known = False, bool(newest)
     for directory, before in list(newest.items()):
         try:

@@ -291,7 +291,7 @@ class Document:
         self.problems.append(Problem(origin, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
-        """Set the value at a path, creating missing sections. The path may index lists, but not go through a scalar."""
+        """Set the value at a path, creating missing sections. Paths may index lists, but not pass through scalars."""
         origin, inside = value.origins[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):

@@ -27,7 +27,7 @@ class Corpus:
     alphabet: str  # all distinct characters, sorted
     training: NDArray[np.int32]  # character indices of the training text
     validation: NDArray[np.int32]  # character indices of the validation text
-    fingerprint: int  # CRC-32 of the text; the text differs between Python versions
+    fingerprint: int  # CRC-32 of the text, which differs between Python versions
 
 
 def help_texts(validation_fraction: float) -> Corpus:
@@ -48,7 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """An endless iterator over int32[batch_size, context + 1] batches; each depends on the seed and the batch index."""
+    """An endless iterator over int32[batch_size, context + 1] batches. Each batch depends on the seed and its index."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus

@@ -82,7 +82,7 @@ class RunContext:
 class Outcome:
     """The outcome of a run: the step at its start, the step at its end, and whether it was preempted.
 
-    A preempted run has saved a checkpoint, and resumes when it is run again.
+    A preempted run has saved a checkpoint, from which it resumes when the recipe is run again.
     """
 
     start: int
@@ -108,7 +108,7 @@ class Recipe:
     function: Callable[[Any, RunContext], Outcome] | None = None
 
     def missing(self) -> list[str]:
-        """Return the required packages that are not installed, without importing any."""
+        """Return the required packages that are not installed, without importing any package."""
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
     @property
@@ -209,7 +209,7 @@ def _recipe(name: str, target: str) -> Recipe:
 
 
 class _NoSource(Config):
-    # Disable this option, because it would make pydantic parse the source of every function on the call stack.
+    # ``use_attribute_docstrings`` would make pydantic parse the source of every function on the call stack.
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 

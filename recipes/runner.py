@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Check resume rules; return the step to resume from, or 0. ``fetch`` first gets newer steps from the mirror."""
+    """Get newer steps from the mirror if ``fetch``, check the resume rules, and return the step to resume from or 0."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:
@@ -123,7 +123,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the callback's keyword arguments. If the run has checkpoints, ``resume=auto`` becomes ``must``."""
+    """Return the callback's keyword arguments. If the run has checkpoints, ``"must"`` replaces ``resume="auto"``."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
         arguments["resume"] = "must"
@@ -169,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Map the dotted name of each changed key to a text with both values. Keys only in the checkpoints come last."""
+    """Map each changed key's dotted name to a text with the old and new values. Keys that were removed come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"

@@ -314,7 +314,7 @@ class FlaxDigits(_Scheduled):
 class LightningDigits(FlaxDigits):
     """The configuration keys of the ``lightning_digits`` recipe."""
 
-    REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # no "data": its data loaders have no state
+    REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # not "data", because its data loaders have no state
 
     name: Name = "lightning_digits"
     """The name of the run."""

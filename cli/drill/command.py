@@ -248,7 +248,7 @@ class _Drill:
         report.compared.clear()
 
     def _populate(self) -> None:
-        """Copy the checkpoint to start from into each run directory, unless the run starts from scratch."""
+        """Copy the starting checkpoint into each run directory, unless the run starts from scratch."""
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
@@ -296,9 +296,9 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Record how an attempt of the interrupted run ended, without comparing the checkpoints."""
+        """Record how an attempt of the interrupted run ended; its checkpoints are compared separately."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # the signal may arrive at a later step
+        if interruption is not None and trace.interrupted is not None:  # the signal may arrive later than planned
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
@@ -417,12 +417,12 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the folder that stands in for each directory of the run, keyed by the URL that the program uses."""
-        runs = self._folder / RUNS  # redirection targets begin with this path, even after the folder was renamed
+        """Map the URL of each redirected directory to the folder used in its place, as a path relative to ``name``."""
+        runs = self._folder / RUNS  # targets keep this prefix even after the folder is renamed to ``name``
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
-        """Return the paths of the committed steps in a folder that stands in for a run directory, keyed by step."""
+        """Map each committed step in ``target``, a folder used in place of a run directory, to the path of the step."""
         location = as_location(self._folder / name / target)
         if not location.is_directory():
             return {}
@@ -432,7 +432,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return differences at the first step that differs, or at all steps. Skip checkpoints known to be equal."""
+        """Return differences at the first differing step or, if ``all_steps``, at all. Skip pairs known to be equal."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [

@@ -68,7 +68,7 @@ class Trace:
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # all report 0 at first
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # all begin as process 0
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -242,7 +242,7 @@ class Causes:
             loaders = [(name, fact, fact) for name, fact in reference[step].items() if fact.kind == "loader"]
             is_global = any(fact.kind == "generator" and not fact.where for _, fact, _ in differing)
             if loaders and is_global and not in_lightning:
-                by_cause = {"loader": loaders}  # Loaders draw the epoch order from a global generator.
+                by_cause = {"loader": loaders}  # blame the loaders, which draw the epoch order from a global generator
             findings = [
                 _not_restored(cause, entries, step, self._run.restored, in_lightning=in_lightning)
                 for cause, entries in by_cause.items()
@@ -273,13 +273,13 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# If a name contains one of these words, its value is only reported, or is a time, and rarely affects the next step.
+# Words in the names of values that rarely affect the next step: values that are only reported, and times.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
 
 def _likeliest(values: list[_Entry]) -> list[_Entry]:
-    """Move values that are only reported to the end, and drop times unless all values are times."""
+    """Put report-only values last, and drop times unless every value is a time."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))

@@ -27,7 +27,7 @@ class DrillPlan:
     save_places: tuple[int, ...] = ()  # positions of further steps to save
     dense_bytes: int = 0  # save every step if ``count`` checkpoints take up less than this many bytes
     point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None for no interruption
-    step: int = 0  # interrupt at the first ``point`` at or after this step
+    step: int = 0  # interrupt when the program first reaches ``point`` at or after this step
     signal: int = signal.SIGKILL
 
     def write(self, folder: Path) -> None:

@@ -27,9 +27,9 @@ from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # the drill's advice depends on which are imported
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # imports that affect the drill's advice
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# Numbers of steps after which a signal counts as ignored: for one process, and for several, which must first agree.
+# A signal counts as ignored after this many steps; several processes need time to agree on a step to stop at.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -74,7 +74,7 @@ class Rehearsal(Observer):
         return "rehearsal" if planned or dense else None
 
     def steps_after_signal(self, most: int) -> int:
-        return 0  # no further steps are needed, because the drill compares the resumed run with the undisturbed run
+        return 0  # the drill compares the resumed run with the undisturbed run, so no steps after the save are needed
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
@@ -127,13 +127,13 @@ class Rehearsal(Observer):
         """End the process after the last step of the rehearsal, once all pending saves have finished."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
-            # With several processes, the agreed step may lie beyond the end of the drill.
+            # With several processes, the step that they agreed on may lie beyond the end of the drill.
             self._note("ignored" if self._alone else "too_late", step=max(self._steps))
         self._note("stopped", step=max(self._steps, default=0))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # Under a launcher, exit with 0; otherwise, the launcher might end the other processes before they save.
+        # Exit with 0 under a launcher, which might otherwise end the other processes before they save.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the folder that stands in for a URL, or the URL if there is none. If ``writes``, assign a folder."""
+        """Return the folder that replaces a URL. If there is none, assign one if ``writes``, or else return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)

@@ -1,6 +1,6 @@
 """The graphics of a report: collapsible trees, and SVG charts.
 
-Charts are plain SVG without scripts, so they can be printed, follow the page's colours, and are part of the DOM.
+Charts are plain SVG without scripts, in the page's own DOM. They follow the page's colours, and can be printed.
 
 Drawings stretch with the page, whereas text is HTML outside the SVG and keeps its size at any page width. Line widths
 do not scale (``vector-effect``), and dots are zero-length lines with round caps.
@@ -205,7 +205,7 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw values over steps as a line, with dots for kept checkpoints. On hover, a script shows ``data-readings``."""
+    """Draw values over steps as a line, with dots for kept checkpoints. ``data-readings`` holds text shown on hover."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw a bar per ``(step, unshared bytes, shared bytes)`` or, if there are too many, the largest of each group."""
+    """Draw a bar for each (step, unshared bytes, shared bytes). If there are too many, draw the largest per group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1

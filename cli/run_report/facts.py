@@ -34,7 +34,7 @@ class Reading:
 
     progress: Progress = NULL  # receives the number of bytes read
     statistics: bool = True
-    norm_steps: int | None = None  # number of steps whose norms are compared, including the newest; None for automatic
+    norm_steps: int | None = None  # compare norms at this many steps, including the newest; None to choose a number
     earlier_bytes: float = 8 << 30  # maximum number of bytes to read for norms of earlier steps if `norm_steps` is None
 
 
@@ -200,7 +200,7 @@ def _read_norms(
     grouped: Mapping[tuple[str, str], str],
     totals: dict[str, float],
 ) -> None:
-    """Read the norms at evenly spaced earlier steps whose folder names have the same prefix."""
+    """Read the norms at evenly spaced earlier steps whose folder names have the newest step's prefix."""
     keys = [(leaf.item, leaf.path) for leaf in statistics.leaves]
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in statistics.leaves}, totals)}
     series = newest.path.rstrip("0123456789")
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Estimate the time lost at the best save interval, and at 0.5, 1 and 2 times the run's own ([] if unknown)."""
+    """Estimate the time lost at 0.5, 1 and 2 times the run's save interval ([] if unknown), and at the best one."""
     used = experience.interval
     if used is None:
         return []

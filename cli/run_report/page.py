@@ -228,7 +228,7 @@ def _saves(run: RunFacts) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table cell: its text, its sort key (if that is not the text), and its CSS class."""
+    """A table cell: its text, its sort key (None to sort by the text), and its CSS class."""
 
     text: str
     order: float | str | None = None

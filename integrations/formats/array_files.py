@@ -83,7 +83,7 @@ class KerasFile(SingleTree):
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets in an HDF5 file; if ``inside``, the location is a ``.keras`` file that contains the HDF5 file."""
+    """The datasets of the HDF5 file at a location or, if ``inside``, of the HDF5 file inside a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -217,7 +217,7 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     """Raise BadZipFile if the archive's central directory, which is not protected by a checksum, is damaged."""
-    # A flipped bit could hide a member by changing its name, or by extending the previous entry over the member's.
+    # A flipped bit could hide a member by changing its name, or by making the previous entry cover the member's entry.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
     members = archive.infolist()

@@ -75,7 +75,7 @@ class Conversion:
         path: The location of the result.
         format: The library that wrote the source (imports) or that reads the result (exports).
         step: The step of the checkpoint, if it has one.
-        leaves: The number of leaves with data in all trees, except any None that may represent an empty container.
+        leaves: The number of leaves with data, over all trees. A None that may be an empty container is not counted.
         bytes: The total size of the arrays in bytes.
         left_out: One line for each source leaf that is missing from the result, with the reason.
     """
@@ -269,7 +269,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
             f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
             "leave them out of the tree. Nothing was written"
         )
-    tree.check_readable(tree.leaves)  # an unreadable leaf is described as text, which would be written in its place
+    tree.check_readable(tree.leaves)  # otherwise, text that describes an unreadable leaf would be written instead
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)
     progress.expect(nbytes)
     with Share(progress, nbytes, nbytes) as share:
@@ -365,7 +365,7 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # Don't count leaves without data, or a None that may represent an empty container: the result may not contain them.
+    # Don't count leaves that the result may lack: those without data, and any None that may be an empty container.
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
@@ -382,7 +382,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write the leaves in ``arrays``, each under the name that is its key, and wait until the files are durable."""
+    """Write the leaves in ``arrays``, using its keys as their names, and wait until the files are durable."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -400,8 +400,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # If a leaf may be either None or an empty container, save it as a container, because it usually represents
-        # an empty optimizer state, for which the template has a container, too.
+        # Save a leaf that may be either None or an empty container as a container: it is usually an empty optimizer
+        # state, and a template has a container for this state, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure

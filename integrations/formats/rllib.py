@@ -100,7 +100,7 @@ class RLlibDirectory:
         return children
 
     def own_state(self, *, none: bool) -> Any:
-        """Read the state without child components, logging omitted values; ``none`` allows None as a dictionary key."""
+        """Read the state without child components, and log omitted values. If ``none``, dictionary keys may be None."""
         self.left_out = left_out = list[str]()
         state = self._read_state(left_out, none)
         if left_out:

@@ -81,7 +81,7 @@ Tensors = Mapping[str, StoredArray]
 
 
 def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str, StoredArray], Mapping[str, str]]:
-    """Read the header at offset ``begin`` of a file; return a dictionary of tensors (in order) and the metadata."""
+    """Read the header at offset ``begin`` of a file; return the tensors, in header order, and the metadata."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
@@ -248,7 +248,7 @@ def _at(tensor: StoredArray, start: Any) -> StoredArray:
 
 
 def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> StoredArray:
-    """Join the shards of a tensor, inferring its shape from their offsets and shapes."""
+    """Join the shards of a tensor. Its shape is inferred from the offsets and shapes of the shards."""
     first = tensors[0]
     parts = [tensor.whole() for tensor in tensors]
     odds = [tensor for tensor in tensors if tensor.dtype != first.dtype or len(tensor.shape) != len(first.shape)]
@@ -365,7 +365,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
-    """Write tensors, given as name, dtype, and shape, to a file; ``contents`` returns their data in the same order."""
+    """Write tensors to a file. ``tensors`` lists names, dtypes and shapes; ``contents`` returns data in this order."""
     header, size = _encode_header(tensors, {"format": "pt", **metadata})  # other libraries expect this format tag
 
     def parts() -> Iterator[NDArray[np.uint8]]:

@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 class OpenedArrays:
-    """Arrays that have been opened but not read. ``failed`` maps names of arrays that cannot be opened to reasons."""
+    """Arrays that have been opened but not read. ``failed`` maps array names to the reasons why opening failed."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently; pass each index and array to ``use``; return failures as (name, error)."""
+        """Read arrays or boxes concurrently, pass keys and arrays to ``use``, and return failures as (name, error)."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []

@@ -255,7 +255,7 @@ def add_orbax_metadata(
 
     Args:
         source: A checkpoint, or a directory of steps.
-        step: The step to make readable in a directory of steps; None selects all steps.
+        step: The step to make readable if the source is a directory of steps; None selects all steps.
         coordinator: Connects the processes, as for :func:`~holdfast.import_checkpoint`.
 
     Returns:

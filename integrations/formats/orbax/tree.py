@@ -45,7 +45,7 @@ CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 STRINGS_FILE = "_strings.json"
 SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
-PROCESS_FOLDER = "ocdbt.process_"  # prefix of the folder names of per-process databases
+PROCESS_FOLDER = "ocdbt.process_"  # name prefix of a folder that contains the database of one process
 
 # Maps each value type of an empty container to the container to create.
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}

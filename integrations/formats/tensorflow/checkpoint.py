@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map numbers to prefixes ``<name>-<number>`` with the newest checkpoint's name or else the most common name."""
+    """Map numbers to prefixes ``<name>-<number>`` with one name: the newest checkpoint's or else the most common."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -188,7 +188,7 @@ _FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Raise FormatVersionError for "V1" checkpoints (before TensorFlow 0.12), which have one table or one per shard."""
+    """Raise FormatVersionError for the format before TensorFlow 0.12 ("V1"), which has one table or one per shard."""
     prefix = location
     try:
         if names:

@@ -135,7 +135,7 @@ class BundleEntry:
     offset: int  # byte offset in the data file
     size: int  # size of the data in bytes
     checksum: int  # masked CRC-32C of the data
-    slices: tuple[BundleSlice, ...]  # the slices of a partitioned tensor; empty for others
+    slices: tuple[BundleSlice, ...]  # the slices of the tensor; empty if it is not partitioned
 
     @property
     def dtype(self) -> DType | None:

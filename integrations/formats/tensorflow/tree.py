@@ -71,7 +71,7 @@ def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode a string tensor, which consists of all lengths followed by the text, and verify both checksums."""
+    """Decode a string tensor (lengths, their checksum, and text), and verify the checksums in it and in ``entry``."""
     if not data and not entry.count:
         return []
     cursor = Cursor(data, "its text")
@@ -154,7 +154,7 @@ class Bundle:
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
-        """Reject string tensors that claim more bytes than the files contain; called before any text is read."""
+        """Reject string tensors that claim more bytes than the files contain. Call this before reading any text."""
         texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
         files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
         sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
@@ -255,7 +255,7 @@ class ObjectNode:
     """An object in the object graph."""
 
     children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, keyed by edge name
-    # Pairs of an attribute name and a tensor name, which may also be a prefix that several tensors share.
+    # Pairs of an attribute name and either the name of a tensor or a prefix that the names of several tensors share.
     attributes: list[tuple[str, str]] = field(default_factory=list)
     # For each optimizer slot: node index of the variable, slot name, and node index of the slot's value.
     slots: list[tuple[int, str, int]] = field(default_factory=list)
@@ -362,7 +362,7 @@ Path = tuple[str, ...]
 class BundleTree(StoredTree, NamedVariables):
     """The values and object graph of a checkpoint. Values are accessible as a tree or by TensorFlow name."""
 
-    variables: NamedVariables  # always the tree itself
+    variables: NamedVariables  # the tree itself, because it also provides access by TensorFlow name
     _bundle: Bundle
     _objects: Sequence[ObjectNode] | None
     _tensor_names: Mapping[str, str]

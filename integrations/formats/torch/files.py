@@ -51,7 +51,7 @@ _GONE = object()
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # maximum size, in bytes, of a pickle
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # minimum size, in bytes, of a read, because the next read is likely to be nearby
+_BLOCK = 256 << 10  # minimum number of bytes to read at once, because the next read is likely to be nearby
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -163,7 +163,7 @@ class _Extent(io.RawIOBase):
 
 
 def opened(reader: DataReader, offset: int, size: int) -> BinaryIO:
-    """Open a byte range of a file as a buffered file object, for which small reads fetch a whole block."""
+    """Open a byte range of a file as a buffered file object, so that small reads fetch a whole block."""
     if offset + size > reader.size:
         raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
     if size <= _BLOCK:
@@ -238,7 +238,7 @@ def without_objects(
 ) -> Any:
     """Replace objects that are not data with `Unreadable`; in members not listed in ``needed``, remove them instead.
 
-    If ``needed`` is None, nothing is removed. ``none`` allows the dictionary key None, which stored trees cannot have.
+    If ``needed`` is None, nothing is removed. If ``none``, dictionaries may have the key None, unlike in stored trees.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
@@ -360,7 +360,7 @@ def plain(torch: Any, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)  # any array left here is the data of a PRNG key
     if isinstance(value, np.generic):
-        return value.item()  # an element of a packed sequence
+        return value.item()  # an element of a number sequence that is stored as one array
     if isinstance(value, dict):
         container: Any = dict if isinstance(value, defaultdict) else type(value)
         return container({key: plain(torch, item) for key, item in value.items()})

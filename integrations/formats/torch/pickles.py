@@ -1,7 +1,7 @@
 """Read pickles without executing code or importing the classes and functions that they refer to.
 
 A pickle is a program for a small stack machine. This module interprets only the opcodes that build data. A name
-(``GLOBAL``) becomes a :class:`Name`. Unless the caller provides a builder for the name, calling it only creates
+(``GLOBAL``) becomes a :class:`Name`. Unless the caller provides a builder for the name, calling the name only creates
 an :class:`Inert` object that records the call. At worst, a hostile pickle can therefore produce unexpected data.
 
 :mod:`pickletools` describes the opcodes of protocols 2 to 5 and decodes their arguments, without executing anything.
