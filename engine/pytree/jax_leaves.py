@@ -449,21 +449,20 @@ def put(new: Sequence[NewArray]) -> list[Any]:
             hosts.append(boxes[number])
             shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     same = len(set(map(id, shardings))) == 1
+    results = []
     with _unguarded():
         placed = iter(jax.device_put(hosts, shardings[0] if same else shardings))
-    results = []
-    for (sharding, shape, dtype, _, implementation, weak), is_divided in zip(new, are_spread, strict=True):
-        if is_divided:
-            local = [next(placed) for _ in _device_boxes(sharding, shape)[1]]
-            array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
-        else:
-            array = next(placed)
-        if implementation is not None:
-            array = jax.random.wrap_key_data(array, impl=implementation)
-        if weak:
-            with _unguarded():
+        for (sharding, shape, dtype, _, implementation, weak), is_divided in zip(new, are_spread, strict=True):
+            if is_divided:
+                local = [next(placed) for _ in _device_boxes(sharding, shape)[1]]
+                array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
+            else:
+                array = next(placed)
+            if implementation is not None:
+                array = jax.random.wrap_key_data(array, impl=implementation)
+            if weak:
                 array = _weakening(array.sharding if array.committed else None)(array)
-        results.append(array)
+            results.append(array)
     return results
 
 
