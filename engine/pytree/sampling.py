@@ -264,7 +264,10 @@ def _view_of(tensor: Any) -> Any:
     flat = local.detach() if local.requires_grad else local
     stride = _stride(size)
     # Even a 1-d tensor may be non-contiguous: a matrix column has a stride above 1, an expanded scalar has stride 0.
-    return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _in_c_order(flat, stride)
+    if flat.is_contiguous():
+        return flat.as_strided((-(-size // stride),), (stride,))
+    # Copied in C order, because a restored tensor may have a different memory order.
+    return flat[_in_c_order(tuple(flat.shape), stride, flat.device)]
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
@@ -328,13 +331,10 @@ def _address(tensor: Any) -> int:
         return 0
 
 
-def _in_c_order(tensor: Any, stride: int) -> Any:
-    """Copy every ``stride``-th element in C order, because a restored tensor may have a different memory order."""
-    numbers, indices = torch.arange(0, tensor.numel(), stride, device=tensor.device), []
-    for size in reversed(tensor.shape):
-        indices.append(numbers % size)
-        numbers = numbers // size
-    return tensor[tuple(reversed(indices))]
+@functools.lru_cache(1024)
+def _in_c_order(shape: tuple[int, ...], stride: int, device: Any) -> tuple[Any, ...]:
+    """Return the indices of every ``stride``-th element in C order, for tensors with any memory order."""
+    return tuple(torch.unravel_index(torch.arange(0, math.prod(shape), stride, device=device), shape))
 
 
 @functools.lru_cache(64)
