@@ -375,7 +375,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
     """Warn about jax arrays whose replicas differ; return True if any differ, or if no array can have replicas."""
     arrays = {name: value for name, value in zip(flat.names, flat.values, strict=True) if is_on_several_devices(value)}
     try:
-        differing = list(differing_replicas([*arrays], [*arrays.values()]))
+        differing = list(differing_replicas(arrays))
     except RuntimeError:  # for example, because there is no device memory for a copy of a key's data
         _logger.info("the replicas of jax arrays are not compared", exc_info=True)
         return False

@@ -6,7 +6,7 @@ replica from different data. A save writes only one replica, and a restore copie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -27,7 +27,7 @@ def is_on_several_devices(value: Any) -> bool:
     return is_jax_array(value) and not is_tracer(value) and not value.is_deleted() and len(sharding.device_set) > 1
 
 
-def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
+def differing_replicas(arrays: Mapping[str, Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Given jax arrays on several devices, find those whose replicas differ bitwise between this process's devices.
 
     For each array found, yields its name, the devices whose replicas equal the one that a save writes, and the devices
@@ -35,7 +35,7 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
     """
     sums: list[tuple[str, Any]] = []
     with jax.transfer_guard("allow"):
-        for name, value in zip(names, values, strict=True):
+        for name, value in arrays.items():
             groups: dict[tuple[Any, ...], list[Any]] = {}
             for shard in (jax.random.key_data(value) if is_key(value) else value).addressable_shards:
                 groups.setdefault(tuple(part.start or 0 for part in shard.index), []).append(shard.data)

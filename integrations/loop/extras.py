@@ -40,6 +40,11 @@ def changes_in_place(extra: Any) -> bool:
     return is_stateful(extra) and not is_nnx(extra)
 
 
+def is_object(extra: Any) -> bool:
+    """Return whether a resume can restore an extra only into an object that the program passes."""
+    return is_stateful(extra) or is_nnx(extra)
+
+
 def moves(extra: Any) -> bool:
     """Return whether an extra needs a snapshot at every step, because the loop may draw from it before it is saved."""
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
@@ -143,9 +148,7 @@ def _is_saveable(extra: Any) -> bool:
 
 def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
     """Warn about stateful objects that are passed to ``on_step`` but not to ``restore_or_initialize``."""
-    if others := [
-        name for name, extra in extras.items() if name not in names and (is_stateful(extra) or is_nnx(extra))
-    ]:
+    if others := [name for name, extra in extras.items() if name not in names and is_object(extra)]:
         listed = ", ".join(f"{name}={name}" for name in others)
         logger.warning(
             "on_step was given %s, and restore_or_initialize was not: a resume does not restore what is saved of it. "

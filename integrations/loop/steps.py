@@ -15,8 +15,8 @@ from ...engine.generators import GlobalGenerators, capture, is_generator
 from ...engine.handlers import check_savable, fresh_types
 from ...engine.loaders import without_generators
 from ...engine.manager import CheckpointManager, part_of_save, plain_metrics
-from ...engine.pytree import is_nnx, is_plain
-from ...engine.stateful import is_actor, is_stateful, state_of
+from ...engine.pytree import is_plain
+from ...engine.stateful import is_actor, state_of
 from ...engine.witness import Seen
 from .extras import (
     CHECKSUMS,
@@ -24,6 +24,7 @@ from .extras import (
     changes_in_place,
     check_replicated,
     checksum_of,
+    is_object,
     is_own,
     loaders_of,
     moves,
@@ -106,10 +107,10 @@ _NO_STEP = Report(step=-1, state=None)
 class Positions:
     """Takes snapshots of extras such as data iterators, because the loop may draw from them before they are saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: list[str]) -> None:
         self.taken: dict[str, Any] = {}
         self.watched: list[str] = []  # names of extras that are torch modules or optimizers
-        self.plain: list[str] = []  # names of extras that were plain data before the first step
+        self.plain = plain  # names of extras that were plain data before the first step
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
         self._slow: list[float] | None = []  # durations of consecutive slow steps, in seconds; None after the warning
@@ -121,9 +122,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            objects = {
-                name: extras[name] for name in self.plain if is_stateful(extras.get(name)) or is_nnx(extras.get(name))
-            }
+            objects = {name: extras[name] for name in self.plain if is_object(extras.get(name))}
             warn_of_unrestored(objects, ())  # a resume returns the states of these objects, not the objects themselves
             self.plain = [name for name in self.plain if name not in objects]
             # Thread time excludes delays by other threads, but also work done in actors, so use wall time for actors.
@@ -182,8 +181,7 @@ class StepSaver:
         self._templates = list(templates)
         self._fresh_extras = fresh_types(templates, self._templates) if templates else None
         self._report = _NO_STEP
-        self._positions = Positions()
-        self._positions.plain = [name for name, extra in extras.items() if is_plain(extra)]
+        self._positions = Positions([name for name, extra in extras.items() if is_plain(extra)])
         self._versions = VersionCounters()  # for the state, and for extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = FirstSteps(adapter)

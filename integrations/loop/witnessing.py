@@ -413,7 +413,8 @@ def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the change since the recorded run that makes a comparison impossible, or return ""."""
     for name, description in _KEYS.items():
         if key.get(name) != now.get(name):
-            advice = "" if " x " in f"{now.get(name)}" or " x " not in f"{key.get(name)}" else _ON_ALL
+            were_several, are_several = (" x " in str(devices) for devices in (key.get(name), now.get(name)))
+            advice = _ON_ALL if were_several and not are_several else ""
             return f"{description} changed ({key.get(name)}, now {now.get(name)}{advice})"
     return ""
 
