@@ -210,8 +210,8 @@ def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_
     assert proofs
     assert {(one["exact"], one["directory"]) for one in proofs} == {(True, str(tmp_path / "run"))}
     assert {"batch", "state"} & {layer for one in proofs for layer in one["layers"]}
-    names = [one["event"] for one in events if one["event"] not in ("witness", "hangs")]
-    # On a busy machine, a start or a step may take longer than the timeout, too.
+    names = [one["event"] for one in events if one["event"] != "witness"]
+    # On a busy machine, a start may take longer than the timeout, too.
     assert [name for name, _ in itertools.groupby(names)][-4:] == ["started", "finished", "ended", "output"]
     assert {"crashed", "hung", "preempted"} <= set(names)
     assert "in happen" in events[-1]["text"].partition('"hangs"')[2], "the stack of the thread that hangs"
