@@ -687,8 +687,8 @@ def test_updates_that_torch_does_not_count_are_noticed_by_the_gradients(later: i
     pair = made(Own)
     trains(tmp_path, {"model": pair[0], "optimizer": pair[1]}, [pair], last=7, later=later)
     lost = (
-        "step 7 is not saved at the end: its tensors were changed since; call on_step after every update, and once more "
-        "after forward passes at the end, such as those of micro-batches that are left"
+        "step 7 is not saved at the end: its tensors were changed since; call on_step after every update, and once "
+        "more after forward passes at the end, such as those of micro-batches that are left"
     )
     assert told() == [lost] * later
     assert hf.CheckpointManager(tmp_path).all_steps() == [3, 6, 7][: 3 - later]
