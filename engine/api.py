@@ -139,10 +139,10 @@ def load(
             ``{"encoder/**": "runs/a", "**": "runs/b"}``. Each leaf is read from the checkpoint of the first pattern
             that matches its path; containers that occur in several checkpoints become dictionaries.
         like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
-            shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
-            abstract or not, matches its ``nnx.state``, whether saved directly or as nested dicts; the result is a new
-            module. Without a template, the saved containers are returned with numpy arrays; namedtuples and dataclasses
-            become dictionaries.
+            shapes are checked. Leaves may be arrays or abstract values such as ``jax.ShapeDtypeStruct``. A flax.nnx
+            module, abstract or not, matches its ``nnx.state``, whether saved directly or as nested dicts; the result is
+            a new module. Without a template, the saved containers are returned with numpy arrays; namedtuples and
+            dataclasses become dictionaries.
         select: Patterns of leaf paths, such as ``"params/**"``. Only matching leaves are read, and a template must have
             exactly those leaves. This may also be a dictionary that maps patterns to basic numpy indexes, which select
             a part of each matching array: ``{"embedding/**": np.s_[:1000], "step": ...}``. The first pattern
@@ -165,7 +165,7 @@ def load(
         IndexError: An index in ``select`` does not fit its array.
         OptionError: ``like`` or ``select`` is passed for several items; ``select`` with indexes is combined with
             ``like``, or has an index for a leaf that is not an array; ``cast`` or ``subset`` is passed without a
-            template; or two of the checkpoints have values at the same path that are not both containers with keys.
+            template; or two checkpoints have values at the same path, and one of them is not a container with keys.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily, because saves do not need it
@@ -261,12 +261,12 @@ def load_transformed(
 
     Args:
         path: A checkpoint, or a directory of steps, whose newest step is loaded, as for :func:`load`.
-        transformations: :class:`Transform` objects by key. ``value_fn`` receives a numpy array or a Python
-            value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read each leaf when it is
-            accessed. Both receive read-only arrays, and their results must fit the new tree.
+        transformations: A dictionary that maps keys to :class:`Transform` objects. ``value_fn`` receives a numpy array
+            or a Python value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read each
+            leaf when it is accessed. Both receive read-only arrays, and their results must fit the new tree.
         new_tree: The template. Its containers, array libraries and shardings determine the result, and its dtypes
             and shapes are checked. ``...`` stands for the saved leaf. Leaves that keep their value from the new
-            tree must not be abstract; all others may be, such as ``jax.ShapeDtypeStruct``.
+            tree must be concrete; all others may be abstract values such as ``jax.ShapeDtypeStruct``.
         default_to_original: Whether keys without a transformation come from the checkpoint if it has them (True)
             or from the new tree (False).
         item: The item to load; required if the checkpoint has several trees.

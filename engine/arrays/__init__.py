@@ -1,4 +1,4 @@
-"""Plan, write and read the folder in which a pytree is stored, and load the pytree from it."""
+"""Plan and write the folder that stores a pytree, and load the pytree from that folder."""
 
 import lazy_loader
 

@@ -56,7 +56,7 @@ class ChunkDecoder:
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
     def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
-        """Verify a chunk; return its values and an error text or "". ``indexed`` is its checksum in the index or -1."""
+        """Verify a chunk; return its values and an error message or "". ``indexed`` is the index's checksum or -1."""
         values = data[:-CHECKSUM_BYTES]
         problem = self.length_problem(data.size) or self.checksum_problem(values, data[-CHECKSUM_BYTES:], indexed)
         if problem or not self.compressed:
@@ -112,7 +112,7 @@ class Assembly:
         self.decoders = [self._distinct[number] for number in decoder_ids]
         self.keep = keep
         self._boxes: dict[int, list[OutputBox]] = {}
-        # Index of each array in the results, or of its first box if only boxes of it are requested.
+        # Index in the results of each array or, if only boxes of the array are requested, of the first box.
         self._outputs = list(range(len(metadata))) if boxes is None else []
         count = len(self._outputs)
         for array, wanted in enumerate(boxes or ()):
@@ -260,7 +260,7 @@ class Assembly:
 
 
 def _run_start(box: Box, outer: Box) -> int | None:
-    """Return the offset in elements of a box in an outer box's memory; None if the box is not contiguous in it."""
+    """Return the offset, in elements, of a box in the memory of ``outer``; None if the box is not contiguous there."""
     if not box.size or outer.common(box) != box:
         return None
     lengths, sizes = box.shape, outer.shape

@@ -174,8 +174,8 @@ class ChunkAssignment:
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
         """Return the ideal number of bytes for each holder in each group, as if chunks could be split at any byte."""
-        # Groups can overlap, like the rows and columns of a mesh. In each round, one group after the other assigns its
-        # bytes to its least loaded holders. This converges to the most even distribution.
+        # Groups can overlap, like the rows and columns of a mesh. In each round, every group in turn assigns its bytes
+        # to its least loaded holders. This converges to the most even distribution.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):
@@ -203,7 +203,7 @@ def _level(loads: Integers, nbytes: int) -> int:
 
 
 def _even_counts(loads: Integers, count: int, nbytes: int) -> Integers:
-    """Return how many equally large chunks to assign to each holder to make the loads as even as possible."""
+    """Return how many chunks of ``nbytes`` bytes to assign to each holder to make the loads as even as possible."""
     counts = np.maximum(_level(loads, count * nbytes) - loads, 0) // nbytes
     left = count - int(counts.sum())
     while left > 0:

@@ -47,7 +47,7 @@ _INDEX_LIMIT = 8 << 30  # maximum size of the index in bytes; the index of ten m
 
 @contextlib.contextmanager
 def naming(location: Location, about: str = "") -> Iterator[None]:
-    """Prefix content errors with the location and ``about``. If ``about`` is "", skip errors that name the location."""
+    """Prefix damage and version errors with location and ``about``; if ``about`` is "", do not repeat the location."""
     try:
         yield
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -234,7 +234,7 @@ class ArrayDatabase:
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:
-        """Return the size of a data file; in object stores, which report sizes only during reads, an upper bound."""
+        """Return the size of a data file, or an upper bound in object stores, which report sizes only during reads."""
         if self._location.is_local:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
@@ -273,9 +273,9 @@ class ArrayDatabase:
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
     """Return whether to read ``nbytes`` of a file through the page cache; None if that depends on other readers."""
     if assembly.keep and nbytes < PAGE:
-        return True  # direct I/O would read a whole page; if data is only verified, reads must bypass the cache anyway
+        return True  # direct I/O would read a whole page, but remains necessary if data is only verified
     # If several processes on this machine read all arrays, caching lets all of them share a single read from disk.
-    # Processes that are not connected detect each other while reading.
+    # None lets the reader detect other readers that are not connected to this process.
     return (shares_machine() or None) if assembly.wants_everything else False
 
 

@@ -25,7 +25,7 @@ from .grid import ArraySpec
 from .plan import Layout, PlannedSegment, batches
 
 _STEP = 1 << 20  # bytes of small chunks to join into one piece
-_PIECE = 256 << 10  # bytes per piece, few enough that a piece is still in the L2 cache after it has been copied
+_PIECE = 256 << 10  # bytes per piece, few enough to stay in the L2 cache after the piece has been copied
 _SMALL = 64 << 10  # maximum size, in bytes, of chunks that are joined into larger pieces
 _FILE_BYTES = 128 << 20  # total size, in bytes before compression, of the chunks in a compressed data file
 _FILES = 2  # number of compressed data files to prepare, hold in memory and write at a time
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """The sources of all arrays, by array number. As there may be many arrays, each field is stored as one list."""
+    """The sources of all arrays, stored as one list per field (indexed by array number) to support many arrays."""
 
     specs: Sequence[ArraySpec]
     dtypes: Sequence[np.dtype[np.generic]]
@@ -88,7 +88,7 @@ def segment_parts(
 
 
 def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list[bytes]:
-    """Return the bytes of small chunks, with a fast path for single-chunk arrays, because there may be thousands."""
+    """Return the bytes of small chunks; single-chunk arrays take a fast path, as there may be thousands of them."""
     contents = []
     specs, dtypes, pieces = sources.specs, sources.dtypes, sources.pieces
     for array, number in zip(arrays.tolist(), numbers.tolist(), strict=True):
@@ -111,7 +111,7 @@ def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests) -> Ge
     for start in range(0, len(data), _PIECE):
         part = data[start : start + _PIECE]
         yield part
-        # By now, the caller has copied the piece, so it is in the cache.
+        # The caller has just copied the piece, so the piece is still in the cache.
         checksum = extend(checksum, part)
         if digest is not None:
             digest.update(part)
@@ -129,7 +129,7 @@ def _join(parts: Iterable[bytes]) -> Bytes:
 
 
 def chunk_bytes(source: Source, number: int) -> Bytes:
-    """Return the bytes of a chunk. If the chunk is at the end of an axis, the padding to full size may be missing."""
+    """Return the bytes of a chunk. At the end of an axis, the chunk may lack the padding to its full size."""
     data = chunk_view(source, number)
     return _gather(source, source.spec.chunk_box(number)) if data is None else data
 

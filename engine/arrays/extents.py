@@ -45,7 +45,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Report chunks that overlap or exceed their files; return all others. This bounds the number of bytes read."""
+    """Report chunks that overlap a previous chunk or exceed the file; return the others. This bounds the bytes read."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -70,7 +70,7 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 
 
 _THREADS = 4
-_BUFFERS = 12  # all read buffers together may take at most 1/12 of the bytes to read
+_BUFFERS = 12  # the read buffers together may hold at most 1/12 of the data to read
 _EXTENT = 16 << 20  # bytes per read, unless a single chunk is larger
 COPIED_EXTENT_BYTES = 4 << 20  # bytes per read when chunks are copied out of a reused buffer
 _FEW = 32  # maximum number of extents to read with one thread; with more, the thread would mostly wait for I/O
@@ -81,7 +81,7 @@ FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of a read buffer
 
 
 class Extent(NamedTuple):
-    """A run of chunks in one file that is read at once."""
+    """A run of chunks in one file, which are read in a single request."""
 
     file: str
     offset: int
@@ -95,7 +95,7 @@ class Destinations(NamedTuple):
     """Provides memory for receiving chunks without a copy. A chunk is identified by its row in the chunk table."""
 
     find: Callable[[int], Bytes | None]  # returns the memory for a chunk's values, or None
-    filled: Callable[[int, Bytes, Bytes], None]  # called with the row, the filled memory, and the rest of the chunk
+    filled: Callable[[int, Bytes, Bytes], None]  # called with the row, the filled memory, and the chunk's checksum
 
 
 class ThreadBuffer(Buffer, threading.local):
@@ -104,7 +104,7 @@ class ThreadBuffer(Buffer, threading.local):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReader:
-    """Reads extents and passes them to ``use``, or reads them directly into memory from ``destinations``."""
+    """Reads extents and passes them to ``use``, or reads them directly into memory that ``destinations`` provides."""
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
@@ -149,7 +149,7 @@ class ChunkReader:
 def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
     """Return the extents to read, and how many to read concurrently."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    if remote:  # interleave files, because a service may serve a single file slowly
+    if remote:  # interleave files, because an object store may limit the throughput of each file
         ranks: Counter[str] = Counter()
         order = []
         for extent in extents:
@@ -164,7 +164,7 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into extents to read at once, wasting little memory in buffers that views keep alive."""
+    """Group sorted chunks into extents, and limit the memory wasted in buffers that views keep alive."""
     current: Extent | None = None
     kept = 0  # bytes of kept chunks in the current extent
     for run in _runs(chunks, gap):

@@ -1,7 +1,7 @@
 """Encodes and merges fragments. A fragment lists the chunks that one process has written, with their locations.
 
-Process 0 merges the fragments of all processes into one index, after checking that all describe the same tree and that
-no chunk is missing or was written twice.
+Process 0 merges the fragments of all processes into one index, after checking that all of them describe the same
+tree and that each chunk was written exactly once.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class ArraySpec:
     grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis; 0 along an empty axis
     chunks: int = field(init=False)  # number of chunks
     chunk_nbytes: int = field(init=False)  # size of a full chunk in bytes, without its checksum
-    nbytes: int = field(init=False)  # total size of the chunks in bytes, counting each as a full chunk
+    nbytes: int = field(init=False)  # total size of all chunks in bytes, as if every chunk were full
     contiguous: bool = field(init=False)  # whether every chunk is contiguous in the array's C order
 
     def __post_init__(self) -> None:

@@ -59,8 +59,8 @@ def load_tree(
     like: Any = None,
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
-    # Leaf types of the initial state when the run first began. If they are given, the template is the initial state of
-    # a resumed run, and all leaves, even those added to lists and dictionaries, are restored with their saved types.
+    # Leaf types of the run's initial state. If they are given, the template is the initial state of a resumed run, and
+    # all leaves, including those later added to lists and dictionaries, are restored with their saved types.
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,  # if given, all processes call `load_tree` together, and read shared data once
     cast: bool = False,
@@ -83,7 +83,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    source.check_readable(leaves)  # check this first, because an error about the template would hide the reason
+    source.check_readable(leaves)  # check first, because a template mismatch would hide that leaves are unreadable
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
         tree = source.tree if select is None else source.tree.select([leaf.name in selected for leaf in source.leaves])
@@ -107,7 +107,7 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary. Entries that have a template are read as by :func:`load_tree`, others as they were saved."""
+    """Read a dictionary: entries with a template like :func:`load_tree`, and all others as they were saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
@@ -128,7 +128,7 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return the containers and leaf templates of a resumed state, and an error text per mismatched leaf, by name."""
+    """Return a resumed state's containers and leaf templates, and an error message for each mismatched leaf name."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
@@ -140,7 +140,7 @@ def _resumed(
                 made[name] = resumed
     if structure is not None and [*made] != [*selected]:
         saved = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
-        asked = set(structure.segments)  # extra root keys in the checkpoint may be missing from the template
+        asked = set(structure.segments)  # the template may lack root keys that the checkpoint has
         try:
             if made.keys() == {name for name in began if name.partition(".")[0] in asked} != selected.keys():
                 structure = regrown(structure, saved)
@@ -303,7 +303,7 @@ def _matching(
     return [saved[target.name] for target in merged], merged
 
 
-# Data for `materialize`: the arrays read in full and, by leaf index, the partition and parts of each other array.
+# Data for `materialize`: the arrays read in full, and for the others, the partition and parts, keyed by leaf index.
 PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
 
 
@@ -343,7 +343,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return the partitions of the leaves that are needed only in part, keyed by leaf index."""
+    """Return the partition of each leaf that is needed only in part, keyed by leaf index."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):
@@ -384,7 +384,7 @@ class Selection:
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # In a run of several indices, the step is at most one chunk, so all chunks that its box overlaps are needed.
+        # A run of several indices has a step of at most one chunk, so every chunk that overlaps its box is needed.
         runs = list(map(_runs, ranges, chunks))
         slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
         self._runs, self._slices = list(product(*runs)), list(product(*slices))

@@ -126,7 +126,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequenc
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` up to ``most``; if it is too small, the smallest one above ``most``."""
+    """Return the largest divisor of ``number`` up to ``most`` or, if that is too small, the next larger divisor."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = max(divisor for divisor in divisors if divisor <= most)
@@ -171,7 +171,7 @@ class Catalog:
     ) -> None:
         compression, chunk_bytes = compression or {}, chunk_bytes or {}
         ids: dict[tuple[Any, ...], int] = {}
-        self.distinct: list[ArrayEncoding] = []  # one entry for all arrays that are encoded in the same way
+        self.distinct: list[ArrayEncoding] = []  # one entry for each distinct encoding
         arrays: list[str] = []
         positions: list[int] = []
         encoding_ids: list[int] = []
@@ -292,7 +292,7 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
     for arrays, numbers in groups:
         sizes = lengths[arrays]
         padded = -(-sizes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-        # Start and end that each chunk would have if all chunks were in one segment.
+        # Start and end of each chunk, as if all chunks were in one segment.
         starts = np.cumsum(padded) - padded
         ends = starts + sizes
         segments: list[PlannedSegment] = []

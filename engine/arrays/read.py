@@ -112,7 +112,7 @@ class TreeReader(TreeSource):
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         shape, stored = leaf.saved.shape or (), leaf.saved.stored
-        # An array whose dtype is stored as bytes has one more axis than the leaf.
+        # An array whose elements are stored as bytes has one more axis than the leaf.
         return stored.chunk_shape[: len(shape)] if isinstance(stored, ArrayMetadata) else shape
 
     def began(self) -> dict[str, LeafType] | None:
@@ -198,7 +198,7 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Describe leaves that share details and metadata objects only once; if any are aggregated, describe each leaf.
+        # Describe leaves with the same details and metadata objects only once, unless some leaves are aggregated.
         keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
             keys = list(zip(map(id, details), keys, strict=True))

@@ -38,7 +38,7 @@ _logger = logging.getLogger("holdfast")
 ChunkKey = tuple[str, int]  # an array's name and encoding, and a chunk number
 _Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, given by array number and chunk number, and its digest
 
-_SMALLEST_CHUNK = 64 << 10  # size, in bytes, up to which writing a chunk is faster than comparing it
+_SMALLEST_CHUNK = 64 << 10  # maximum size, in bytes, of a chunk that is faster to write than to compare
 SMALLEST_FILE_BYTES = 1 << 20  # minimum size, in bytes, of a shared file; smaller files are rewritten
 _LIVE = 0.5  # minimum fraction of unchanged bytes in a shared file; all other bytes waste disk space
 _SAMPLES = 256
@@ -100,7 +100,7 @@ class _SeenChunk:
 
 @dataclass(slots=True)
 class SharedFiles:
-    """The chunks that a save shares with earlier steps, and the chunks it must write."""
+    """The chunks that a save shares with earlier steps, and the chunks that it must write."""
 
     # Chunks to write, in two groups that never share a file: recently unchanged chunks, and all other chunks.
     groups: list[ChunkIds]
@@ -112,7 +112,7 @@ class SharedFiles:
 
 
 class _Unchanged(NamedTuple):
-    """A file of an earlier step, and the unchanged chunks in it."""
+    """A file of an earlier step, and its unchanged chunks."""
 
     source: Location
     file: WrittenFile
@@ -163,7 +163,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Stop sharing files of earlier steps. Called if a step is damaged, because others may share damaged files."""
+        """Stop sharing files of earlier steps. Called if a step is damaged, because other steps may share its files."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -202,7 +202,7 @@ class WrittenSteps:
             same, seen.sample = sample == seen.sample, sample
             if seen.rest:
                 seen.rest -= 1
-                if not seen.rest:  # compute a digest for the next save to compare with
+                if not seen.rest:  # compute a digest, which the next save compares with its own
                     shared.digests[chunk] = None
             elif not same:
                 seen.digest = None

@@ -1,7 +1,7 @@
 """Shared reads in multi-process restores: one process reads each chunk and sends it to all others that need it.
 
 The plan is a pure function of the arrays and of the parts that each process needs, so all processes compute the same
-plan. For each array, it divides the processes into teams such that all processes that need a chunk are in one team. If
+plan. For each array, it divides the processes into teams such that all processes that need a chunk share a team. If
 an array is sharded over one mesh axis and replicated over another, a team is the set of processes that need the same
 shard. One process of the team reads and verifies each chunk, and all processes read about the same number of bytes.
 """
@@ -36,7 +36,7 @@ _logger = logging.getLogger("holdfast")
 
 _ROUND = 64 << 20  # bytes that a process receives per all-gather
 _FEW_BYTES = 64 << 20  # minimum number of bytes that sharing must save to justify connecting the processes
-_TOO_OFTEN = 1.5  # an array is shared only if each chunk is needed by more than this many processes on average
+_TOO_OFTEN = 1.5  # an array is shared only if more than this many processes need each chunk on average
 _MOST_CHUNKS = 4096  # maximum number of chunks per array; each chunk costs time in Python
 _WORD = 8  # the size of an all-gather is a multiple of this many bytes
 
@@ -72,7 +72,7 @@ class ReadPlan:
 
     Attributes:
         teams: The distinct divisions of the processes into teams, each with the indices of the arrays that use it.
-        spared_bytes: Number of bytes that need not be read because of sharing, summed over all processes.
+        spared_bytes: Total number of bytes that sharing spares the processes from reading.
     """
 
     def __init__(self, wanted: Sequence[WantedArray], processes: int) -> None:
@@ -251,7 +251,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _all_have_read(self, problem: str | None) -> bool:
-        """Report this process's problem, or None; return True if no process has any. Otherwise, each reads alone."""
+        """Report this process's problem (None if it has none); return True if no process has a problem."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads what it still needs on its own: %s", problem)
         return problem is None
@@ -297,7 +297,7 @@ class SharedReads:
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Return as JSON the largest share in bytes per division; [] if plans differ; null if sharing is not worthwhile."""
+    """Return, as JSON, the largest share per division in bytes; [] if plans differ; null if sharing is not worth it."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
     if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):
@@ -315,7 +315,7 @@ def _any(values: Sequence[bytes]) -> bytes:
 def _read_pieces(
     source: TreeSource, leaves: Sequence[SavedLeaf], shares: Sequence[Sequence[Piece]]
 ) -> list[list[NDArray[Any]]]:
-    """Read the pieces in all shares of this process with a single call; return one array per piece."""
+    """Read all shares of this process in a single call; return one array per piece, grouped by share."""
     boxes: dict[int, list[Box]] = {}
     for share in shares:
         for piece in share:

@@ -36,7 +36,7 @@ from .digests import Bytes
 from .plan import HostLeaf, batches
 
 _ALIGNMENT = 64
-_SHARED = 64 << 20  # size, in bytes, from which a snapshot is copied by two threads
+_SHARED = 64 << 20  # minimum size, in bytes, of a snapshot that two threads copy
 _BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
 
 _Copy = tuple[Any, Any]  # (destination, source): two arrays, or two lists of tensors
@@ -73,9 +73,9 @@ class Snapshot(list[HostLeaf]):
 
 
 class StagingBuffer:
-    """Reusable memory for the snapshot of one tree; it grows to the size of the largest tree.
+    """Reusable memory for one snapshot at a time; it grows to the size of the largest tree.
 
-    The memory is kept between saves, because the system provides fresh memory page by page, which takes several times
+    The memory is kept between saves, because the system allocates new memory page by page, which takes several times
     as long as the copy. ``pinned_bytes`` limits the pinned memory for copies from accelerators. ``lock`` is held while
     a snapshot is taken, because several threads may share a handler. A copied or unpickled buffer is empty.
     """
@@ -101,7 +101,7 @@ class StagingBuffer:
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if not self.is_free:
-            # The last snapshot is still being written (one handler may save two items), so leave the old memory to it.
+            # The last snapshot is still being written (one handler may save two items), so allocate new memory.
             self.memory = np.empty(0, np.uint8)
             self._pinned = None
         on_host, on_devices = snapshot_bytes(leaves)

@@ -94,7 +94,7 @@ class TreeSource(Protocol):
     numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if all leaves are present
 
     def external(self) -> dict[str, int]:
-        """Map the name of each leaf that only a type handler can read to the leaf's position in the saved tree."""
+        """Return the position in the saved tree of each leaf that only a type handler can read, keyed by leaf name."""
         numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
         pairs = zip(self.leaves, numbers, strict=True)
         return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
@@ -113,7 +113,7 @@ class TreeSource(Protocol):
         """
 
     def check_files(self) -> list[Problem]:
-        """Verify the checksums of the files. Reading a leaf skips any checksum that covers more than this leaf."""
+        """Verify the files' checksums, including those that leaf reads skip because they also cover other data."""
         return []
 
     def check_readable(self, leaves: Sequence[SavedLeaf]) -> None:
@@ -150,7 +150,7 @@ class TreeSource(Protocol):
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         """Read and verify all data; return all problems, with leaf names formatted by ``format_path``.
 
-        ``advance`` is called with the size in bytes of what was read: array elements, or a file whose digest is known.
+        ``advance`` is called with the number of bytes read, either of array elements or of a file with a known digest.
         By default, leaves are read one by one; leaves that cannot be restored without running code are skipped.
         """
         problems = []

@@ -47,7 +47,7 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Caches whole leaves of a saved tree to read each only once. Arrays are read-only because functions share them."""
+    """Caches leaves of a saved tree so that each is read only once. Arrays are read-only, as functions share them."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
@@ -77,7 +77,7 @@ class LeafCache:
 
 
 class _Lazy:
-    stop: int  # index after the container's last leaf
+    stop: int  # one past the index of the container's last leaf
 
     def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
         self._cache, self._node, self._start = cache, node, start
@@ -247,7 +247,7 @@ class _Loader:
         return self._new.names[number] in self._requests
 
     def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
-        """Treat computed values and cached leaves like saved leaves: convert them to what the template requires."""
+        """Convert computed values and cached leaves as the template requires; yield pairs of index and value."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}
@@ -279,7 +279,7 @@ class _Loader:
 
 
 def _described(name: str, value: Any) -> tuple[Saved, ArrayLeaf | None]:
-    """Return the description that a value would have in a checkpoint, and its array leaf (None for a plain value)."""
+    """Describe a value as a checkpoint would; also return its array leaf (None for a plain value)."""
     [leaf] = describe([name], [value])
     if not isinstance(leaf, ArrayLeaf):
         return Saved.of(leaf), None

@@ -51,7 +51,7 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # how leaf types differ from those in the run's initial state, if known
+    fresh: Details | None = None  # differences between these leaf types and the initial ones, if known
 
     def __post_init__(self) -> None:
         for name in self.names:  # check the length first, because UTF-8 takes at most 4 bytes per character
@@ -259,7 +259,7 @@ class TreeWriter:
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
-    """Return plain values and unsharded 0-d arrays as text, by name, to detect processes at different steps."""
+    """Return plain values and unsharded 0-d arrays as text keyed by name, to detect processes at different steps."""
     lines = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):
@@ -288,7 +288,7 @@ def _raw(piece: Piece, extra: int) -> Piece:
 
 
 def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> list[HostLeaf]:
-    """Reduce leaves to the chunks that a process writes."""
+    """Return the leaves, reduced to the chunks that a process writes."""
     needed = list(leaves)
     arrays, numbers = chunks
     order = np.lexsort((numbers, arrays))

@@ -38,7 +38,7 @@ class BackgroundSave:
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
         self._current: _UnderWay | None = None  # the save in progress, or a finished save that has not been joined
-        self._changing = Lock()  # guards `_current` against concurrent calls from several threads
+        self._changing = Lock()  # protects `_current` from concurrent access
         self._error: SaveFailedError | None = None
 
     @property
@@ -86,7 +86,7 @@ class BackgroundSave:
             _running.add(self)
             try:
                 thread.start()
-            except BaseException:  # either an interrupt, after which the thread may run, or a failure to start it
+            except BaseException:  # an interrupt, after which the thread may still run, or a failed start
                 if not thread.is_alive():
                     _running.discard(self)
                 raise

@@ -88,7 +88,7 @@ class Checkpointer:
             The report of the save.
 
         Raises:
-            CheckpointExistsError: The path exists, unless it is a checkpoint and ``force`` is set.
+            CheckpointExistsError: The path exists, and it is not a checkpoint or ``force`` is not set.
             UnsupportedLeafError: The object cannot be saved; nothing was written.
             StorageConflictError: Another save to this path is in progress.
             StorageError: The storage reported an error; no files are left behind.

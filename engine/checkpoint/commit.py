@@ -11,7 +11,7 @@ their own directories.
 The effects of a crash on a file system, and the subsequent clean-up:
 
 ===============================  ============================================  =====================================
-after the crash in ...           the directory has ...                         the next save or sweep ...
+after a crash in ...             the directory has ...                         the next save or sweep ...
 ===============================  ============================================  =====================================
 BEGUN, before the marker         no files, or the previous files               finds no trace of the save
 CLAIMED and WRITING              the marker and new folders, and any old       removes the folders that the marker
@@ -345,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Return True if this save's files exist, and any new deletion marker names this save's record to be kept."""
+        """Return True if this save's files exist, and any new deletion marker says to keep this save's record."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False

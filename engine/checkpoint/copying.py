@@ -66,8 +66,8 @@ class Transfer:
         self.ended: Exception | None = None  # the first error passed to end()
         self.done = 0  # bytes that are already at the destination
         self.sent = 0  # bytes that this machine has sent, excluding files copied by the store itself
-        self._arrived = 0  # bytes that this copy, rather than an earlier attempt, has added
-        self._measured = 0.0, 0  # seconds in which the copy did not give way, and bytes that arrived in that time
+        self._arrived = 0  # bytes added by this attempt, excluding earlier attempts
+        self._measured = 0.0, 0  # seconds during which the copy did not give way, and bytes that arrived in that time
         self._since = now(), 0  # time at which the last measurement ended, and bytes that had arrived by then
 
     def give_way(self, yes: bool) -> None:
@@ -221,7 +221,7 @@ def copied_step(
         yield result
         pending.commit(result)
     except BaseException as error:
-        failure = transfer.ended or error  # prefer the first error, because a store may report only an aborted upload
+        failure = transfer.ended or error  # prefer the first error, as later ones may only report an aborted upload
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:
@@ -234,7 +234,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy witness files, ignoring errors. With ``again``, skip files of unchanged size, as such files only grow."""
+    """Copy witness files, which only grow, and ignore errors. With ``again``, skip files whose size is unchanged."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):

@@ -40,7 +40,7 @@ class CommitParts:
 
     Checkpoints whose parts have their own directories use a subclass. Only the record at the root is authoritative. The
     documents in the parts' directories are derived from the record. They never contradict the record, because they are
-    removed before the record changes (:meth:`withdraw`) and written later (:meth:`publish`, or the next save or sweep).
+    removed before the record changes (:meth:`withdraw`) and rewritten later (:meth:`publish`, the next save or sweep).
     """
 
     def __init__(self, location: Location) -> None:
@@ -158,7 +158,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
             return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # an empty marker suffices, and avoids a request to read the record
-        # Use a snapshot to spare the files of later saves, and add all recorded files, which a listing may lack.
+        # A snapshot excludes the files of later saves. Add all recorded files, because the listing may be incomplete.
         recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
         location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
@@ -166,7 +166,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # a file system crash may leave these, which cannot be locked
+    if marker.is_link() or marker.is_directory():  # left by a file system crash; neither can be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
@@ -208,7 +208,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
         yield
     except KeyboardInterrupt:
         for location in made:
-            location.remove_tree(first=RECORD)  # `RECORD` is missing in checkpoints of other formats
+            location.remove_tree(first=RECORD)  # checkpoints of other formats have no `RECORD`
         if is_new and directory.exists() and not directory.entries():
             directory.remove_tree()
         raise
@@ -217,7 +217,7 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
     """Clean up after interrupted saves and deletions; return True if the directory was removed."""
     # Raises StorageConflictError if another process is saving, sweeping or deleting, and StoragePermissionError if
-    # it is unknown whether one is. ``lock`` is the save marker's lock if the caller holds it. A new save sweeps first.
+    # this cannot be determined. ``lock`` is the save marker's lock if the caller holds it. A new save sweeps first.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -251,8 +251,8 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests is essential (see `store_commit.py`). A save whose record this sweep has not seen will
-        # notice that its own marker is missing, and then that there is a deletion marker or that its files are missing.
+        # The order of requests is essential (see `store_commit.py`). If this sweep has not seen the record of a save,
+        # the save finds that its marker is missing, and then finds a deletion marker, or that some files are missing.
         # The deletion marker names the record to keep and the folders to remove.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))

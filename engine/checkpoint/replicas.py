@@ -25,7 +25,7 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     from one process. The same applies to replicated jax arrays and DTensors. If the values differ, for example because
     of a forgotten broadcast or different seeds, the checkpoint mixes values of several processes. Saves do not check
     this, so call this function before the first save, or when in doubt. It reads every replicated array at a few
-    gigabytes per second, after copying it to the host if necessary. Differences by design, such as BatchNorm
+    gigabytes per second, after copying it to the host if necessary. Intentional differences, such as BatchNorm
     statistics under DDP, are also reported.
 
     All processes must call this function. In a single-process program, it returns immediately.

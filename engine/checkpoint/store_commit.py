@@ -1,7 +1,7 @@
 """The commit protocol for object stores, which relies on the order of requests instead of locks and renames.
 
 With conditional writes, a store accepts a record only if no record exists, or if the record to be replaced has not
-changed. Exactly one of several concurrent saves is thus committed; until then, no save removes another save's files.
+changed. Thus, exactly one of several concurrent saves is committed; until then, no save removes another save's files.
 In other stores, a save fails if it finds another save's token in the marker right before or after the commit.
 
 A sweep may run concurrently with a save. The sweep first writes a deletion marker that names the current record, and
@@ -15,7 +15,7 @@ selects the winning save, and after writing its record, the save checks that its
 The effects of a crash, and the subsequent clean-up:
 
 ============================  ===================================================  ================================
-after the crash in ...        the prefix has ...                                   removed by ...
+after a crash in ...          the prefix has ...                                   removed by ...
 ============================  ===================================================  ================================
 WRITING                       the marker and objects, and any old record with its  the next save after its commit,
                               objects                                              or a sweep
@@ -36,7 +36,7 @@ from ..steps import has_record, read_record
 from .commit import Guard, PendingCheckpoint, Phase, answered, write_record
 from .removal import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders, sweep
 
-_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # item folder names with a token, as used by saves to object stores
+_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # item folder names with a token, which saves to object stores use
 
 
 class StoreCommit(PendingCheckpoint):
@@ -46,7 +46,7 @@ class StoreCommit(PendingCheckpoint):
         location = self.location
         names = names_in(location)
         is_untouched = not {PARTIAL, DELETED} & names
-        # Read the marker before the record, as a later marker could belong to a newer save, which may still commit.
+        # Read the marker before the record, because a marker read later might belong to a newer, uncommitted save.
         marked = self._lock.folders() if PARTIAL in names else []
         self._read_old(names, overwrite=overwrite)
         # Archives of saves without a marker, to be removed after this save has been committed.
@@ -59,7 +59,7 @@ class StoreCommit(PendingCheckpoint):
         left = [] if is_untouched else self._left_by_copy(items, names)
         self._leftovers -= {*left}  # the resumed copy reuses these archives
         if not left and PARTIAL in names:
-            # These files may belong to a running save that commits first, so they are removed after this save's commit.
+            # These files may belong to a running save that commits first, so remove them only after this save's commit.
             others = {*marked, *(() if self._old is None else self._old.replaced)}
             if RECORD not in names:
                 others |= names
