@@ -102,7 +102,7 @@ def write_assignment(catalog: Catalog, processes: int, by_process_0: int = _BY_P
 
 @dataclass(slots=True, eq=False)
 class _ChunkBatch:
-    """The chunks of an array class that are held by the same group of processes, ordered by array."""
+    """The chunks of an array class that the same group of processes holds, ordered by array."""
 
     array_class: ArrayClass
     numbers: Integers  # chunk numbers, the same for every array

@@ -81,7 +81,7 @@ FOREIGN = 16  # gaps and copied chunks may take up at most 1/16 of a read buffer
 
 
 class Extent(NamedTuple):
-    """A run of chunks in one file, which are read in a single request."""
+    """A run of chunks in one file that are read together."""
 
     file: str
     offset: int

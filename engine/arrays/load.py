@@ -167,7 +167,7 @@ def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTempl
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
-    """Return the saved name of each template leaf; it may differ in wrapper keys or in nested keys joined by dots."""
+    """Return the saved name of each template leaf, even if it differs in wrapper keys or joins nested keys by dots."""
     if set(names) == set(saved):
         return names
     joined, wanted = dict(zip(joined_names(saved), saved, strict=True)), joined_names(names)

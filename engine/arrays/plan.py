@@ -35,7 +35,7 @@ ChunkIds = tuple[Integers, Integers]  # for each chunk, the index of its array a
 
 _CHUNKS_LIMIT = 1 << 20
 _TINY = 1024  # minimum chunk size, in bytes, of an array that has more than `_CHUNKS_LIMIT` chunks
-_TOO_SMALL = 64  # a chunk that exceeds the limit is better than one that is smaller than 1/64 of the limit
+_TOO_SMALL = 64  # chunks above the limit are better than chunks smaller than 1/64 of the limit
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -51,7 +51,7 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
-    fresh: Details | None = None  # differences between these leaf types and the initial ones, if known
+    fresh: Details | None = None  # differences from the leaf types of the run's initial state, if known
 
     def __post_init__(self) -> None:
         for name in self.names:  # check the length first, because UTF-8 takes at most 4 bytes per character

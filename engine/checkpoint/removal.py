@@ -166,7 +166,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # left by a file system crash; neither can be locked
+    if marker.is_link() or marker.is_directory():  # a file system crash may leave these; neither can be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
