@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply any restored states; return the names of generators that the run used, but whose device is missing."""
+        """Apply the saved states, if any; return the names of used generators whose device is missing."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -207,7 +207,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def differing_parts(left: Any, right: Any) -> str:
-    """List the paths at which two states differ, as text."""
+    """Return the paths at which two states differ, as text."""
     flat = [flatten(state) for state in (left, right)]
     values, others = (dict(zip(part.names, part.values, strict=True)) for part in flat)
     names = values.keys() | others.keys()
@@ -215,7 +215,7 @@ def differing_parts(left: Any, right: Any) -> str:
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf belongs to a generator that no step has used, as ``global_generators.idle.python`` does."""
+    """Return whether a leaf (such as ``global_generators.idle.python``) belongs to a generator that no step used."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 
