@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes; the key stays the same
+        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes; the key is constant
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)

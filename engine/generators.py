@@ -202,7 +202,7 @@ def _equal(left: Any, right: Any) -> bool:
         return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
     if type(left).__eq__ is without and type(right).__eq__ is without:
-        return True  # such objects compare by identity, which does not show whether their contents are equal
+        return True  # such objects are compared by identity, which does not show whether their contents are equal
     return bool(left == right)
 
 
@@ -225,7 +225,7 @@ def is_idle(item: str, leaf: str) -> bool:
 def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    # isinstance on torch.Generator runs Python code, which is too slow for loops that call this at every step
+    # isinstance with torch.Generator runs Python code, which is too slow for loops that call this at every step
     return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 

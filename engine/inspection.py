@@ -107,7 +107,7 @@ def _value_text(leaf: SavedLeaf) -> str:
     value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
-    except ValueError:  # Python refuses to print integers with thousands of digits
+    except ValueError:  # Python refuses to convert integers with thousands of digits to decimal text
         text = leaf.saved.kind
     return shortened_text(text)
 

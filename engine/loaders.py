@@ -72,7 +72,7 @@ _STILL_DRAWING = (
 )
 
 OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # getter and setter of a value that the order depends on
-Announce = Callable[..., object]  # takes a message and its arguments, like logger methods
+Announce = Callable[..., object]  # receives a message and its format arguments, like the methods of a logger
 
 
 class LoaderPosition:
@@ -111,7 +111,7 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Stop yielding batches. If the program keeps requesting batches, end it with ``exit_status``."""
+        """Stop yielding batches. If the program keeps requesting batches, exit with ``exit_status``."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
@@ -171,7 +171,7 @@ class LoaderPosition:
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        lasts = lasts and self._loads_again  # otherwise, the user has declared that workers draw no random numbers
+        lasts = lasts and self._loads_again  # if not, the user has declared that workers draw no random numbers
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         before = as_tree(capture())

@@ -20,7 +20,7 @@ from .torch_store import TorchCoordinator
 T = TypeVar("T")
 
 _SECOND_CHANCE = 1.0  # timeout in seconds for a store that did not answer the previous call, and for `give_up`
-SHARE = 8  # maximum factor by which a timeout is shortened after earlier timeouts
+SHARE = 8  # largest number by which a timeout is divided after earlier timeouts
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store did not answer the last call
 
@@ -284,7 +284,7 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     try:
         return answer.result(seconds)
     except TimeoutError:
-        if answer.done():  # the function itself has raised a TimeoutError, or has just returned
+        if answer.done():  # the function has raised a TimeoutError itself, or has just returned
             return answer.result()
         raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
 

@@ -31,7 +31,7 @@ PART_SIZE = 512 * 1024
 
 _HEADER = struct.Struct("<QI")  # length and CRC-32C of the value
 _FIRST_PART = PART_SIZE - _HEADER.size
-_FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
+_FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another process has failed
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second across all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
@@ -294,7 +294,7 @@ class Rendezvous:
             first = len(values) + 1
             return self._missing(operation, topic, first) or [first]
 
-        at_once = 1  # number of values per request; doubled after each request that finds all of them
+        at_once = 1  # number of values per request; doubled after each request that finds all its values
         with self._waiting(topic, timeout, range(self.count), missing) as deadline:
             while len(values) < len(awaited):
                 keys = awaited[len(values) : min(len(values) + at_once, _folder_end(len(values) + 1) - 1)]

@@ -201,7 +201,7 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, and processes that received it
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, processes that have it
 
 
 def _announce(

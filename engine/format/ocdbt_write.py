@@ -109,7 +109,7 @@ def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
 
 
 class _Node(NamedTuple):
-    """A node, and the fields that describe it in its parent. Counts and sizes include all nodes below the node."""
+    """A node, and the fields that its parent stores about it. Counts and sizes include all nodes below the node."""
 
     frame: bytes
     key: bytes  # the first key

@@ -26,7 +26,7 @@ Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to i
 # Maximum size, in bytes, of an item packed into one file. Reading such a file takes no longer than one more request.
 SMALL_ITEM = 256 << 10
 
-# Arguments that only the engine, and not a checkpointer's caller, may pass to a handler.
+# Handler arguments that are reserved for the engine; the caller of a checkpointer must not pass them.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 

@@ -195,7 +195,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """Cache the properties of a tree for the next save, after the tree has been written."""
         try:
             last.tree.settle(structure, copies)
-        except Exception as error:  # not fatal, because the tree itself has been written
+        except Exception as error:  # not fatal, because the tree has already been written
             _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
             self._last = last

@@ -172,7 +172,7 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
 FOLDER = "leaves"  # folder with one subfolder per leaf, named after the leaf's index in the tree
 
 
-# A handler, and the indexes, values, infos and arguments of its leaves.
+# A handler with the indexes, values, infos and arguments of its leaves.
 _Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[SaveArgs]]
 
 
