@@ -27,7 +27,7 @@
         ├── StorageUnavailableError  (ConnectionError)     the service did not answer; retrying may help
         └── InvalidLocationError     (ValueError)          a path or URL that cannot be used
 
-Each also derives from the built-in exception in parentheses, so ``except FileNotFoundError`` works as expected.
+Each class also derives from the built-in exception in parentheses, so ``except FileNotFoundError`` works as expected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fingerprints of the objects that determine a program's next steps: random generators, iterators and other values.
 
-A rehearsal takes fingerprints at every step of an uninterrupted run and of an interrupted run. An object was not
-restored if its fingerprints at a step differ between the two runs. The search starts from the variables of running
-functions and of the program's own modules. It uses only accessors without side effects, so the program is unchanged.
+A rehearsal takes fingerprints at every step of an uninterrupted run and of an interrupted run. If an object's
+fingerprints at a step differ between the two runs, the object was not restored. The search starts from the variables of
+running functions and of the program's own modules. It uses only accessors that do not change the program.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LIBRARIES = tuple(
     }
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
-_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries with objects to search
+_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # search objects of these libraries
 _ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # torch's DataLoader iterators
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
@@ -90,11 +90,11 @@ def facts() -> dict[str, Fact]:
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # held by holdfast, such as skip_to's loader
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # held by holdfast, for example by skip_to
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # a for loop may be the only owner of a loader
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # a for loop may hold a loader's only reference
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes; the key stays the same
+        count = getattr(obj.count, "_raw_value", obj.count)  # only the count changes; the key is constant
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)
@@ -285,7 +285,7 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
 
 
 def _is_position(cls: type) -> bool:
-    """Return whether ordinary attributes of a class's instances may hold a position in the data."""
+    """Return whether instances of a class may store a position in the data in ordinary attributes."""
     names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

@@ -63,14 +63,14 @@ _FOREIGN: Mapping[str, str] = {
     "checkpointables": 'here managers take a dictionary of items: manager.save(step, {"state": tree})',
     "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
-    # a holdfast option that not every function accepts
+    # a holdfast option that only some functions accept
     "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
     # arguments of Ray
     "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
 }
 
 
-# Orbax names that holdfast does not have.
+# Orbax names that do not exist in holdfast.
 _FOREIGN_OBJECTS: Mapping[str, str] = {
     "args": "managers take trees and dictionaries of items, without args",
     "StandardCheckpointer": "here it is hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), or hf.save and hf.load",

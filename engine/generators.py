@@ -164,7 +164,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Apply any restored states; return the names of generators that the run used, but whose device is missing."""
+        """Apply the saved states, if any; return the names of used generators whose device is missing."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -202,12 +202,12 @@ def _equal(left: Any, right: Any) -> bool:
         return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
     if type(left).__eq__ is without and type(right).__eq__ is without:
-        return True  # such objects compare by identity, which does not show whether their contents are equal
+        return True  # such objects are compared by identity, which does not show whether their contents are equal
     return bool(left == right)
 
 
 def differing_parts(left: Any, right: Any) -> str:
-    """List the paths at which two states differ, as text."""
+    """Return the paths at which two states differ, as text."""
     flat = [flatten(state) for state in (left, right)]
     values, others = (dict(zip(part.names, part.values, strict=True)) for part in flat)
     names = values.keys() | others.keys()
@@ -215,7 +215,7 @@ def differing_parts(left: Any, right: Any) -> str:
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf belongs to a generator that no step has used, as ``global_generators.idle.python`` does."""
+    """Return whether a leaf (such as ``global_generators.idle.python``) belongs to a generator that no step used."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 
@@ -225,7 +225,7 @@ def is_idle(item: str, leaf: str) -> bool:
 def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    # isinstance on torch.Generator runs Python code, which is too slow for loops that call this at every step
+    # isinstance with torch.Generator runs Python code, which is too slow for loops that call this at every step
     return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 

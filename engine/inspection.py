@@ -107,7 +107,7 @@ def _value_text(leaf: SavedLeaf) -> str:
     value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
-    except ValueError:  # Python refuses to print integers with thousands of digits
+    except ValueError:  # Python refuses to convert integers with thousands of digits to decimal text
         text = leaf.saved.kind
     return shortened_text(text)
 
@@ -208,13 +208,13 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
         for problem in _verify_item(location / item.folder, item, share.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
-    # Also check each item's files outside its trees, such as records of components.
+    # Also check each item's files outside its trees, such as the descriptions of components.
     read = {path for part in parts.values() for path in part.paths}
     others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if the checkpoint has been deleted
-        return _verify(as_location(location.url), step, share)  # a new location, as the snapshot's listing is old
+        return _verify(as_location(location.url), step, share)  # a new location, because the snapshot is outdated
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 
@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged: report files that differ or, if none do, this error
+    except HoldfastError as error:  # damaged structure: report the files that differ or, if there are none, the error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

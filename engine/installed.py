@@ -28,7 +28,7 @@ def install_command(*extras: str) -> str:
 def _origin() -> dict[str, Any]:
     """Return pip's record of this distribution's origin (PEP 610), or {} if it was installed from an index."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a source checkout, which need not be installed
+    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a source checkout, which may not be installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
     from importlib.metadata import PackageNotFoundError, distribution  # imported lazily, because only errors need it
 

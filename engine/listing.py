@@ -70,7 +70,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # If a function ranks the steps, it exists only in the run's program, so the reasons to keep steps are unknown.
+    # A function that ranks the steps exists only in the run's program, so the reasons to keep steps are then unknown.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]

@@ -64,7 +64,7 @@ _NOW = "now"  # like _BEGUN and _ORDER, but at the time of the save, because oth
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # name prefix of generators passed by the user
 _MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
-_MOST_REFUSED = 10_000  # maximum number of batches requested after a stop; ends loops such as ``while step < total``
+_MOST_REFUSED = 10_000  # maximum number of batch requests after a stop; ends loops such as ``while step < total``
 _LONG = 5.0  # seconds of redrawing after which a message is logged
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
@@ -72,11 +72,11 @@ _STILL_DRAWING = (
 )
 
 OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # getter and setter of a value that the order depends on
-Announce = Callable[..., object]  # takes a message and its arguments, like logger methods
+Announce = Callable[..., object]  # receives a message and its format arguments, like the methods of a logger
 
 
 class LoaderPosition:
-    """Base class of the loaders returned by :func:`skip_to` and ``resumable``; it tracks a position in the batches."""
+    """Base class of the loaders returned by :func:`skip_to` and ``resumable``; it tracks the position in the data."""
 
     _function = "skip_to"  # name of the public function, for messages
 
@@ -96,7 +96,7 @@ class LoaderPosition:
         self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
         self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
         self.checksum: int | None = None  # checksum of sampled values in the last batch
-        self._next: list[Any] = []  # a batch drawn in advance, if the loader yields more than its length
+        self._next: list[Any] = []  # a batch drawn in advance, if the loader yields more batches than its length
         self._announce: Announce | None = None
         self._exit_status: int | None = None  # set when the run is stopped
         self._refused = 0  # number of requests for batches since the stop
@@ -111,7 +111,7 @@ class LoaderPosition:
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Stop yielding batches. If the program keeps requesting batches, end it with ``exit_status``."""
+        """Stop yielding batches. If the program keeps requesting batches, exit with ``exit_status``."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
@@ -171,7 +171,7 @@ class LoaderPosition:
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        lasts = lasts and self._loads_again  # otherwise, the user has declared that workers draw no random numbers
+        lasts = lasts and self._loads_again  # if not, the user has declared that workers draw no random numbers
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         before = as_tree(capture())
@@ -196,7 +196,7 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that uses global generators draws other numbers here, because no training steps draw in between.
+        # A dataset that uses global generators draws different numbers here, because no training steps draw in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
@@ -237,7 +237,7 @@ class LoaderPosition:
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn about parts of the state that only the checkpoint or only this run has; return whether any exist."""
+        """Warn about generators and values that only the checkpoint or only this run has; return whether any exist."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -393,7 +393,7 @@ def skip_to(
 
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
-        n: The number of batches to skip, counted over all epochs; usually the number that the run has taken.
+        n: The number of batches to skip, counted over all epochs; usually the number already taken by the run.
         global_batch_size: The number of samples that all processes together take in a step. Passing it declares that
             the processes share one global order and take the next samples from it at each step, as with
             ``DistributedSampler``. The position then counts samples in this order, and is valid for any number of
@@ -403,9 +403,9 @@ def skip_to(
         generators: The Python, numpy and torch generators that the loader uses in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Pass the
             same generators in the same order when the run is resumed.
-        state: Two functions, ``get`` and ``set``. ``get()`` returns a value that the order of an epoch depends on, made
-            of plain data, arrays and tensors. It is called at the start of an epoch and at each step, and both values
-            are saved. A resume passes the first to ``set`` before it draws earlier batches, and the second afterwards.
+        state: Two functions, ``get`` and ``set``. ``get()`` returns a value (plain data, arrays and tensors) on which
+            the order of an epoch depends. It is called at the start of an epoch and at each step, and both values are
+            saved. A resume passes the first to ``set`` before it draws earlier batches, and the second afterwards.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.

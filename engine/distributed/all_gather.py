@@ -1,7 +1,7 @@
 """All-gathers of bytes within teams of processes, using the collective operations of torch or JAX.
 
-These are the only collective operations in this package. A restore runs them in the program's own thread, and only
-after all processes have agreed to start, which ensures that none of them starts alone. Each operation has a deadline.
+These are the only collective operations in this package. A restore runs them in the calling thread, and only after all
+processes have agreed to start, so no process starts them alone. Each operation has a deadline.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Transport(Protocol):
     """A transport that sends bytes between the processes of a program."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Return an all-gather function. All processes must call this method and the returned function equally often.
+        """Return an all-gather function. All processes must make the same number of calls to it and to this method.
 
         Args:
             name: A string that is the same on all processes and unique to this connection.
-            teams: The teams. Each process gathers the bytes of its own team.
+            teams: The teams of processes. Each process gathers the bytes of its own team.
             index: The index of this process.
             nbytes: Number of bytes that each process sends per all-gather, a multiple of 8.
             timeout: Time limit, in seconds, for the connection and for each all-gather.
@@ -50,7 +50,7 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 
 
 class TorchTransport:
-    """A transport that uses Gloo process groups on host memory, separate from the program's own groups."""
+    """A transport based on Gloo process groups, which use host memory and are separate from the program's groups."""
 
     # Each process in a group has a socket to every other member, so a team that is too large for one group forms a grid
     # of groups. The team gathers first along the rows of the grid, then along its columns.
@@ -95,7 +95,7 @@ class JaxTransport:
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # jax's index may differ until the program uses its devices
+        if jax.process_index() != index:  # the indices may differ until jax has initialized the devices
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):

@@ -1,6 +1,6 @@
 """Coordinators, which represent the processes of a program and the key-value store that connects them.
 
-A program has one process, or several connected by ``jax.distributed`` or ``torch.distributed`` (`torch_store.py`).
+A program has one process, or several that are connected by ``jax.distributed`` or ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .torch_store import TorchCoordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # timeout in seconds for a store that did not answer the previous call, and for ending a wait
-SHARE = 8  # maximum factor by which a timeout is shortened after earlier timeouts
+_SECOND_CHANCE = 1.0  # timeout in seconds for a store that did not answer the previous call, and for `give_up`
+SHARE = 8  # largest number by which a timeout is divided after earlier timeouts
 
 _silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store did not answer the last call
 
@@ -144,8 +144,8 @@ class Alone:
 class JaxCoordinator:
     """The processes of a jax program and the key-value store of jax's coordination service."""
 
-    # The service runs in process 0. jax aborts all other processes at once if process 0 dies, and
-    # ``heartbeat_timeout_seconds`` after another process dies, unless ``jax_enable_recoverability`` is set.
+    # The service runs in process 0. If process 0 dies, jax aborts all other processes at once. If another process dies,
+    # jax aborts the rest after ``heartbeat_timeout_seconds``, unless ``jax_enable_recoverability`` is set.
 
     def __init__(self, client: Any, index: int, count: int) -> None:
         self.process_index = index
@@ -245,7 +245,7 @@ class BoundedCoordinator:
         return time.monotonic()
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
-        """Run several store calls under one deadline, extended by ``waits`` seconds of waiting for other processes."""
+        """Call ``work``, which may make several store calls, with one deadline; ``waits`` is added to the limit."""
         if self.process_count == 1:
             return work(self.unbounded)
         limit = self._again if self.unbounded in _silent else self._limit
@@ -284,7 +284,7 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     try:
         return answer.result(seconds)
     except TimeoutError:
-        if answer.done():  # the function itself has raised a TimeoutError, or has just returned
+        if answer.done():  # the function has raised a TimeoutError itself, or has just returned
             return answer.result()
         raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
 
@@ -292,18 +292,18 @@ def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
 def current_coordinator() -> Coordinator:
     """Return the coordinator that connects the processes of this program.
 
-    The coordinator uses ``jax.distributed`` if it has been initialized with more than one process, or else
-    ``torch.distributed`` under the same condition. Otherwise, the coordinator is `Alone`. The call is cheap: it imports
-    and initializes nothing, and does not communicate.
+    The coordinator uses ``jax.distributed`` or ``torch.distributed``, whichever has been initialized with more than one
+    process; ``jax.distributed`` takes precedence. If neither has, the coordinator is `Alone`. The call is cheap: it
+    does not import or initialize anything, and does not communicate.
 
     Returns:
-        The coordinator, which is the same object as long as the connection lasts.
+        The coordinator. Repeated calls return the same object as long as the connection lasts.
     """
     return _of_jax() or _of_torch() or _ALONE
 
 
 def primary_host() -> str | None:
-    """Return the host name of process 0 that was passed to jax or torch; None if it is unknown."""
+    """Return the host name of process 0, as passed to jax or torch; None if it is unknown."""
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     address = getattr(state, "coordinator_address", None)
     return str(address).rpartition(":")[0].strip("[]") if address else os.environ.get("MASTER_ADDR")
@@ -326,7 +326,7 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # keyed by library: client (or weak reference to group), and coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # for each library: client (or weak reference to the group), coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:
@@ -342,7 +342,7 @@ def _of_jax() -> JaxCoordinator | None:
         _current["jax"] = client, coordinator
     backends = sys.modules.get("jax._src.xla_bridge")
     if backends is not None and backends.backends_are_initialized():
-        # Arrays use the process indices of the backend, which may differ from the service's on TPUs.
+        # Arrays use the backend's process indices. On TPUs, these may differ from the service's indices.
         coordinator.process_index = int(sys.modules["jax"].process_index())
     return coordinator  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Joint operations of all processes, in which process 0 decides for all or the processes exchange values."""
+"""Joint operations of all processes: process 0 decides for all, or the processes exchange values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _T = TypeVar("_T")
-_WORK = 7 * 24 * 3600.0  # seconds; may be long, because the other processes notice within seconds if process 0 fails
+_WORK = 7 * 24 * 3600.0  # time limit in seconds; can be long, because a failure of process 0 is noticed within seconds
 _MOST_LINES = 100  # maximum number of differences reported to all processes
 
 
@@ -176,5 +176,5 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Run long work on process 0, without waiting for the others. These wait up to ``start_secs`` for it to start."""
+    """Run long work on process 0 at once. The other processes wait up to ``start_secs`` for process 0 to start it."""
     return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -31,16 +31,16 @@ PART_SIZE = 512 * 1024
 
 _HEADER = struct.Struct("<QI")  # length and CRC-32C of the value
 _FIRST_PART = PART_SIZE - _HEADER.size
-_FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
+_FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another process has failed
 _LONGEST_WAIT = 1.0
-_WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second over all waiting processes
+_WAIT_PER_PROCESS = 1e-3  # seconds; limits failure checks to 1,000 per second across all waiting processes
 _MOST_AT_ONCE = 256  # maximum number of values per read request
-# Factor that extends a timeout if process 0 itself may be waiting. The time to end the wait brings the total to 2.
+# Factor that extends a timeout if process 0 itself may be waiting; it is 2 if the time to end the wait is included.
 _GATHERED = 2 - 1 / SHARE
-_WHOLE_ROW = SHARE.bit_length() - 1  # misses to count if a `_GATHERED` wait times out; the next timeout is then minimal
+_WHOLE_ROW = SHARE.bit_length() - 1  # misses that a timed-out `_GATHERED` wait counts, to make the next timeout minimal
 _SILENCE = 600.0  # default time limit, in seconds, for a response from the store
 _MESSAGE_LIMIT = 4000  # maximum length, in characters, of an error message sent to the other processes
-_MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that has died never closes its own
+_MOST_RETIRED = 64  # maximum number of rendezvous kept until all processes have closed them; dead processes never do
 _MOST_KEYS = 4000  # maximum number of keys that a process reports for deletion
 
 _missed_lock = Lock()  # a separate lock, because `_lock` is held during store requests
@@ -52,7 +52,7 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 
 @dataclass(slots=True)
 class _Misses:
-    """Counts, for each process, the consecutive waits that it has missed."""
+    """The number of consecutive waits that each process has missed."""
 
     counts: Counter[int] = field(default_factory=Counter)  # keyed by process index
     until: float = 0.0  # expiry time; a wait that begins later resets the counts
@@ -65,7 +65,7 @@ class _Misses:
 def next_rendezvous(
     coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
 ) -> Rendezvous:
-    """Create a rendezvous whose name is ``name`` plus a running number; see `Rendezvous` for the other arguments."""
+    """Create a rendezvous named ``name`` plus a sequence number; see `Rendezvous` for the other arguments."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
@@ -82,10 +82,10 @@ class Rendezvous:
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
       misses a process halves the timeout of the next, so these waits together take less than twice the timeout. A wait
       that begins more than one timeout after the previous one gets the full timeout again.
-    - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, and
-      also if the store is unavailable or has not answered for ``limit`` seconds.
+    - `PeerFailedError` within about a second (four seconds with 4,096 processes) after another process has called
+      `fail`, and also if the store is unavailable or has not answered for ``limit`` seconds.
 
-    A rendezvous ``within`` another one also fails if a process calls `fail` on the outer one.
+    A rendezvous created ``within`` another rendezvous also fails if a process calls `fail` on the outer rendezvous.
 
     Process 0 is the hub. In `summarize`, every other process sends it one message and receives one. Values are not
     distributed to all processes, because the traffic would grow with the square of the number of processes.
@@ -282,7 +282,7 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # to delete later, because give_up() may have stored a value under this key
+            self._stored.append(key)  # delete this key later, because give_up() may have stored a value under it
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
@@ -294,7 +294,7 @@ class Rendezvous:
             first = len(values) + 1
             return self._missing(operation, topic, first) or [first]
 
-        at_once = 1  # number of values per request; doubled after each request that finds all of them
+        at_once = 1  # number of values per request; doubled after each request that finds all its values
         with self._waiting(topic, timeout, range(self.count), missing) as deadline:
             while len(values) < len(awaited):
                 keys = awaited[len(values) : min(len(values) + at_once, _folder_end(len(values) + 1) - 1)]
@@ -322,7 +322,7 @@ class Rendezvous:
         self._deleted.update(keys)
 
     def _missing(self, operation: str, topic: str, first: int = 0) -> list[int]:
-        """Bisect to find the processes whose values are missing, starting from process ``first``."""
+        """Use bisection to find the processes, from ``first`` onwards, whose values are missing."""
         folder = f"{self._prefix}/{operation}/{_quoted(topic)}"
         keys = {_process_key(folder, process): process for process in range(first, self.count)}
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
-_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second over all processes
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; limits polling of a store to 4,000 requests per second across all processes
 _NO_DEADLINE = timedelta(days=20)  # small enough to fit the integer type that c10d uses for timeouts in milliseconds
-_SECONDS_TO_END = 2.0  # time limit for an abandoned wait to end
+_SECONDS_TO_END = 2.0  # time limit, in seconds, for an abandoned wait to end
 _IDLE_CONNECTIONS = 2  # maximum number of idle connections; each uses a file descriptor of the hosting process
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
@@ -31,7 +31,7 @@ def _prefixed(name: str, store: Any) -> Any:
 
 
 def _is_polled(store: Any) -> bool:
-    """Return whether to poll a store because its own waits would poll, block the process group, or never end."""
+    """Return whether to poll a store, because its built-in waits poll too, block the process group, or never end."""
     while hasattr(store, "underlying_store"):  # a PrefixStore wraps another store
         store = store.underlying_store
     is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
@@ -67,8 +67,8 @@ class TorchCoordinator:
 
     @property
     def _store(self) -> Any:
-        """A connection that the process group cannot block. The first call opens it, because calls have a deadline."""
-        shared = self._shared  # not protected by a lock, which would stay locked if process 0 froze
+        """A connection that the process group cannot block. It is opened in the first call, which has a deadline."""
+        shared = self._shared  # no lock is used, because it would stay locked if process 0 froze
         if shared is not None:
             store = _prefixed("holdfast", shared)
             self._connection = store if self._is_current is None else self._of_this_start(store, self._is_current)
@@ -80,7 +80,7 @@ class TorchCoordinator:
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
-            starts.set(left, f"{start} 0")  # not deleted, because a process that has found the key waits for its value
+            starts.set(left, f"{start} 0")  # not deleted, because a process between check() and get() would block
             arguments = (starts, start, left, self.process_count, is_current, self._leaves)
             self._announcer = threading.Thread(target=_announce, args=arguments, name="holdfast-start", daemon=True)
             self._announcer.start()
@@ -128,7 +128,7 @@ class TorchCoordinator:
             if value != _GIVEN_UP:
                 return value
         longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
-        while (elapsed := time.monotonic() - begin) < timeout:  # poll, also if another process has ended the wait
+        while (elapsed := time.monotonic() - begin) < timeout:  # poll, even after another process has ended the wait
             pause = min(max((waited + elapsed) / 16, _SHORTEST_PAUSE), longest)
             time.sleep(min(pause, timeout - elapsed))
             if (value := self.try_get(key)) is not None:
@@ -201,13 +201,13 @@ class TorchCoordinator:
             self._store.delete_key(key)
 
 
-_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, and processes that received it
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of two lists: requests for the name, processes that have it
 
 
 def _announce(
     starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Send the random name of this start to each process that requests it; on exit, store the name for the rest."""
+    """Send the random name of this start to each process that requests it; on exit, store it for the others."""
     others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
     with contextlib.suppress(ConnectionError):  # the store or this process is ending
@@ -274,8 +274,8 @@ def _in_store() -> Iterator[None]:
         _calling.discard(thread)
 
 
-# Python stops all threads at exit, and stopping a thread inside torch's store aborts the process. Therefore, all waits
-# are ended first, and then the running calls are awaited.
+# Python stops all threads at exit, and stopping a thread inside torch's store aborts the process. Therefore, the exit
+# handlers first end all waits, and then wait for the running calls.
 
 
 def _end_waits() -> None:
@@ -292,7 +292,7 @@ def _end_calls() -> None:
         time.sleep(_SHORTEST_PAUSE)
 
 
-# Ordinary exit handlers run after all saves have ended, when threads can no longer be started.
+# Ordinary exit handlers run only after all saves have ended, when Python can no longer start threads.
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)

@@ -23,7 +23,7 @@ _UTF_8 = 0x800  # flag: file names are UTF-8
 _DATE = 0x21  # 1980-01-01, the earliest date that zip can represent
 # Local file header: signature, version, flags, method, time, date, CRC-32, size (twice), name and extra field lengths.
 _FILE = struct.Struct("<4s5H3L2H")
-# Directory entry: signature, version (twice), header from flags on, comment length, disk, attributes (twice), offset.
+# Directory entry: signature, version (twice), other header fields, comment length, disk, attributes (twice), offset.
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 # End record: signature, disks (twice), entry counts (twice), directory size and offset, comment length.
 _END = struct.Struct("<4s4H2LH")

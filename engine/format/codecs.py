@@ -63,7 +63,7 @@ def content_digest(data: NDArray[np.uint8]) -> bytes:
 
 
 def checksums_of(parts: Sequence[bytes]) -> list[int]:
-    """Compute the CRC-32C of each of many short byte strings."""
+    """Return the CRC-32C of each byte string."""
     return list(map(google_crc32c.value, parts))
 
 
@@ -102,7 +102,7 @@ def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) 
 def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
-    """Decompress a zstd frame to ``size`` bytes; call ``memory`` to allocate them only if this size is plausible."""
+    """Decompress a zstd frame into a buffer, which ``memory`` allocates only if the buffer's size is plausible."""
     stated = _stated_size(frame)
     if stated is not None and stated != size:
         raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")
@@ -209,7 +209,7 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
     if ends.size < count:
         raise ValueError(f"found only {ends.size} of {count} numbers")
     total = int(ends[-1])
-    sizes = ends.copy()  # np.diff with `prepend` takes five times as long for few numbers
+    sizes = ends.copy()  # np.diff with `prepend` takes five times as long for short arrays
     sizes[1:] -= ends[:-1]
     longest = int(sizes.max())
     if longest > _MAX_BYTES or (longest == _MAX_BYTES and data[ends[sizes == _MAX_BYTES] - 1].max() > 1):

@@ -1,4 +1,4 @@
-"""Msgpack, with arrays in the encoding defined by Flax.
+"""Msgpack encoding and decoding, including arrays in the format defined by Flax.
 
 Msgpack is specified at https://github.com/msgpack/msgpack/blob/master/spec.md. An array is an extension of type 1. It
 contains the msgpack encoding of the array's shape, the name of its dtype, and its bytes in C order:
@@ -28,7 +28,7 @@ _LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes of encoded l
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _KEYS = (str, int, bytes, type(None))
 
-# A function that builds an extension's value from its type, its contents, and the number of containers around it.
+# A function that receives the type, contents and nesting depth of an extension, and returns the decoded value.
 Extension = Callable[[int, bytes, int], Any]
 Mapper = Callable[[dict[Any, Any]], Any]
 
@@ -88,7 +88,7 @@ class _Reader:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily because few programs read msgpack
         parts = (content[start : start + _PART] for start in range(0, len(content), _PART))
         file = SimpleNamespace(read=lambda _: next(parts, b""))
-        limit = max(len(content), 1 << 32)  # buffer limit in bytes; the format allows no larger values
+        limit = max(len(content), 1 << 32)  # buffer limit in bytes; msgpack strings cannot be longer
         self._unpacker = self._msgpack.Unpacker(file, read_size=_PART, max_buffer_size=limit, ext_hook=_Extended)
         self._content = content
         self._extension = extension

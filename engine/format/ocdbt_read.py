@@ -54,7 +54,7 @@ SHORTEST_FRAME = HEAD.size + LENGTH.size + 2 + CHECKSUM.size
 class Entries:
     """Entries of a database. All lists and arrays except `files` have one element per key."""
 
-    keys: list[bytes]  # keys, strictly increasing
+    keys: list[bytes]  # keys in strictly increasing order
     inline: list[bytes | None]  # the value, or None if it is in a data file
     # Paths of the data files that contain values, relative to the database's directory, in the order of first use.
     files: list[str]
@@ -366,7 +366,7 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # Usually, all values are equal. Compare the sizes too, because values of all zeros may differ only in size.
+        # Usually, all values are equal. Compare the sizes too, because all-zero values may differ only in size.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
             inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:

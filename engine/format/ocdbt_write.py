@@ -109,7 +109,7 @@ def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
 
 
 class _Node(NamedTuple):
-    """A node, and the fields that describe it in its parent. Counts and sizes include all nodes below the node."""
+    """A node, and the fields that its parent stores about it. Counts and sizes include all nodes below the node."""
 
     frame: bytes
     key: bytes  # the first key
@@ -322,7 +322,7 @@ class ArrayIndex:
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # adjacent arrays' keys share no more, because no prefix begins with another
+        common = shared_prefixes(prefixes)  # also valid for whole keys, because no prefix starts with another prefix
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
@@ -380,5 +380,5 @@ class _Template:
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = [*(keys[number] for number in order), *metadata_keys([""])]
         self.longest = max(map(len, self.keys))
-        self.order: NDArray[Any] = np.array(order, np.int64)  # number of the chunk to which each chunk key belongs
+        self.order: NDArray[Any] = np.array(order, np.int64)  # chunk index of each chunk key, in key order
         self.shared, self.sizes, self.text = key_columns(self.keys)

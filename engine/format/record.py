@@ -5,7 +5,7 @@ The digest is the CRC-32C of the compact JSON text of all other members in file 
 order of the members, but not whitespace. This rule applies to every version of the format.
 
 The commit record is the last file that a save writes. It lists all folders and files of the checkpoint with their
-sizes, and the digests of files that do not contain their own. A checkpoint exists if and only if its record is valid.
+sizes, and a digest of each file without internal digests. A checkpoint exists if and only if its record is valid.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _spaced = json.JSONEncoder(allow_nan=False).encode
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory with an uncommitted save; removed by the commit
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
-_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; date libraries support later times
+_LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; within the range of date libraries
 OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
 PADDED = "zero-padded_0"  # folder whose name causes an error in holdfast versions that do not support zero-padded names
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
-WITNESS = "witness.jsonl"  # records the steps after a save, for comparison on resume; not in any commit record
+WITNESS = "witness.jsonl"  # records the steps after a save, for comparison on resume; not listed in commit records
 WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of all witness files, one per process
 WITNESS_LIMIT = 128 << 10  # maximum number of bytes read from a witness file
 
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Return ``digest`` if it matches the bytes of a compact document; otherwise (as after reformatting), None."""
+    """Return ``digest`` if it matches the bytes of a compact document; None if not, for example after reformatting."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None
@@ -157,9 +157,9 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file; None if the file contains its own digests
-    # If this zip file contains the zip files of several processes: the length in bytes and the digest of each of them.
+    # For a zip file that contains the zip files of several processes: the size in bytes and the digest of each.
     members: tuple[tuple[int, int], ...] = ()
-    # If this zip file is inside another zip file: its offset in that file, and that file's length in bytes. Not stored.
+    # For a zip file inside another zip file: the offset in the outer file, and the outer file's length. Not stored.
     within: tuple[int, int] | None = None
     # Whether the file is shared with an earlier step. Not stored, because the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
@@ -168,7 +168,7 @@ class FileRecord:
 
 
 def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
-    """Return the paths of all files that are not yet durable and of their parent folders; "" is the top folder."""
+    """Return the paths of all files that are not yet durable and of their parent folders; "" is the root folder."""
     paths = {path for path, file in files.items() if not file.durable}
     return paths | {path[:end] for path in paths for end in (0, *(slash.start() for slash in re.finditer("/", path)))}
 
@@ -237,7 +237,7 @@ class ItemRecord(NamedTuple):
         return {
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
             for folder, files in trees.items()
-            if files  # a folder inside another tree's folder is not a component; the outer tree has its files
+            if files  # a folder inside another tree's folder is not a component; its files belong to the outer tree
         }
 
 
@@ -262,10 +262,10 @@ class CheckpointRecord:
     metrics: Mapping[str, Any] | None = None  # metrics recorded with the checkpoint (numbers, possibly nested), or None
     custom_metadata: Mapping[str, Any] | None = None  # JSON that the program stored with the checkpoint, or None
     pinned: bool = False  # whether the user asked to keep the checkpoint permanently
-    # Folders of the checkpoint that this one replaced. They can be removed.
+    # Folders of the checkpoint that this checkpoint replaced. They can be removed.
     replaced: tuple[str, ...] = field(default=())
-    # The identity and fingerprint of the complete record, if this is a summary, which is sent to the other processes
-    # that take part in the save. Not stored.
+    # The identity and fingerprint of the complete record if this record is a summary, as sent to the other processes of
+    # a save. Not stored.
     summarizes: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
@@ -278,7 +278,7 @@ class CheckpointRecord:
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return items by name, or their per-process trees (``name/0``) or components (``name/learner``), if any."""
+        """Return items by name, split into per-process trees (``name/0``) or components (``name/learner``), if any."""
         parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
@@ -290,7 +290,7 @@ class CheckpointRecord:
         return parts
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
-        """Return a copy of this record with additional metrics, which override existing ones with the same names."""
+        """Return a copy of this record with additional metrics, which override existing metrics with the same names."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
     def summary(self) -> CheckpointRecord:
@@ -383,7 +383,7 @@ def pack_name(first: int, last: int) -> str:
 
 
 def _packed(path: str) -> range:
-    """Return the range of processes in a file name from :func:`pack_name`; an empty range for other names."""
+    """Parse a file name from :func:`pack_name` as a range of processes; return an empty range for other names."""
     name = _PACK.fullmatch(path.rpartition("/")[2])
     return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 

@@ -44,13 +44,13 @@ _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar i
 _NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = r"([<>]?)(c?longdouble)([0-9]{1,3})"
-# A unit with the multiplier zero does not match, because numpy would divide by zero, which crashes the process.
+# A unit with a multiplier of zero does not match, because numpy would divide by zero, which crashes the process.
 _UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 _NUMPY_NAME = rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 
 
 def _plain_or_ml(name: str) -> DType | None:
-    """Return the numpy or ml_dtypes number dtype with this name, or None."""
+    """Return the bool or number dtype of numpy or ml_dtypes with this name, or None."""
     if name not in _ML_NAMES:
         return _PLAIN.get(name)
     import ml_dtypes  # imported lazily because inspecting and verifying checkpoints rarely requires it

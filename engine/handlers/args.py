@@ -160,7 +160,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
-    """Return each leaf's argument or None. ``given`` is one argument for all, or a tree prefix that may omit keys."""
+    """Return each leaf's argument or None. ``given`` is an argument for all leaves or a prefix that may omit keys."""
     if given is None or isinstance(given, cls):
         return [given] * len(leaf_names(node))
     contents = expand(given)

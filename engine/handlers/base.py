@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # an item's files, keyed by path relative to its folder, as in the commit record
 
-# Maximum size, in bytes, of an item that is packed into one file. Reading it takes no longer than an extra request.
+# Maximum size, in bytes, of an item packed into one file. Reading such a file takes no longer than one more request.
 SMALL_ITEM = 256 << 10
 
-# Arguments that only the engine, and not a checkpointer's caller, may pass to a handler.
+# Handler arguments that are reserved for the engine; the caller of a checkpointer must not pass them.
 _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared"})
 
 
@@ -42,7 +42,7 @@ class PreparedItem(Protocol):
     """An item whose snapshot has been taken. Every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share; with several processes, make it durable. Return a fragment for :meth:`merge`."""
+        """Write this process's share, durably if several processes save. Return a fragment for :meth:`merge`."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -147,8 +147,8 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
             processes save together. The snapshot may then omit all other data.
         reuses: Whether :meth:`prepare` accepts ``reuse=``. Managers use it to pass the data files of earlier steps, so
             that unchanged arrays need not be written again.
-        layout: The handler's data file sizes, if :meth:`prepare` accepts ``layout=`` to override the sizes. A manager
-            whose mirror is in an object store passes a layout for uploads.
+        layout: The handler's chunk and file sizes, if :meth:`prepare` accepts a ``layout=`` that overrides them. A
+            manager whose mirror is in an object store passes a layout that is suitable for uploads.
     """
 
     divides = False
@@ -203,7 +203,7 @@ def size_of(prepared: PreparedItem) -> int | None:
 
 
 def write_archive(prepared: PreparedItem, location: Location, member: ProcessInfo) -> bytes | None:
-    """Pack a single process's item into a zip file for ``location``; return None if its size is large or unknown."""
+    """Pack a single process's item into a zip file for ``location``; return None if it is large or of unknown size."""
     size = size_of(prepared)
     if size is None or size > SMALL_ITEM:
         return None

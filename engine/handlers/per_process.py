@@ -79,8 +79,8 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             directory: The item's folder.
             item: The template, as for the ``restore`` method of the tree handler.
             process: The index of the process whose tree is restored instead of this process's tree.
-            every: If the number of processes has changed, return the trees of all processes that took part in the save
-                as :class:`SavedShares`, without a warning.
+            every: If the number of processes has changed, log no warning, and return a :class:`SavedShares` that holds
+                the trees of all processes that took part in the save.
             files: The folder's files, as listed in the commit record.
             **kwargs: Further arguments of the tree handler's ``restore``.
         """
@@ -107,7 +107,7 @@ class SavedShares:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The saved tree of a process, or the tree of process 0 if the process has none."""
+    """The saved tree of a process, or the tree of process 0 as a substitute if the process has no saved tree."""
 
     folder: Location
     files: Mapping[str, FileRecord]
@@ -190,7 +190,7 @@ class ProcessShare:
 
 
 class PreparedGraph(PreparedFiles):
-    """A tree to be written, with its graph document and an optional part that is specific to this process."""
+    """A tree to be written with its graph document and, optionally, a tree that is specific to this process."""
 
     def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
         try:

@@ -61,9 +61,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
     Args:
         layout: The sizes of chunks, segments and data files, and the compression of chunks.
-        compression: The zstd level for chunks, instead of the layout's.
-        chunk_bytes: The maximum size of a chunk in bytes, instead of the layout's.
-        data_file_bytes: The maximum size of a data file in bytes, instead of the layout's.
+        compression: The zstd level for chunks, which overrides ``layout``.
+        chunk_bytes: The maximum size of a chunk in bytes, which overrides ``layout``.
+        data_file_bytes: The maximum size of a data file in bytes, which overrides ``layout``.
         type_handler_registry: Handlers for leaves of user-defined types; None uses the default registry, to which
             ``register_type_handler`` adds handlers.
         aggregate_handler: The handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None uses msgpack.
@@ -129,10 +129,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             snapshot: Whether to copy mutable arrays. Immutable arrays, such as jax arrays, are referenced instead.
             save_args: A :class:`~holdfast.SaveArgs` for all leaves, or a prefix of the tree that holds a ``SaveArgs``
                 for each leaf or subtree and may omit keys.
-            layout: The sizes of chunks, segments and data files, instead of the handler's own.
+            layout: The sizes of chunks, segments and data files; None uses the handler's layout.
             member: The process whose share will be written; the snapshot may omit the data of other processes.
             reuse: The data files of earlier steps, which are reused for unchanged arrays.
-            fresh: The types of the run's initial state (:func:`fresh_types`), for a :meth:`restore` with ``as_saved``.
+            fresh: The leaf types of the run's initial state (see :func:`fresh_types`), for a restore with ``as_saved``.
             **kwargs: Must be empty.
 
         Returns:
@@ -195,7 +195,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """Cache the properties of a tree for the next save, after the tree has been written."""
         try:
             last.tree.settle(structure, copies)
-        except Exception as error:  # not fatal, because the tree itself has been written
+        except Exception as error:  # not fatal, because the tree has already been written
             _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
             self._last = last
@@ -239,11 +239,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 restored from the saved tree instead of the template.
             torch_tensors: Whether a restore without a template returns torch tensors as tensors if the program has
                 imported torch. Managers set this, because ``load_state_dict`` requires tensors.
-            as_saved: Whether the template is the initial state of a resuming run. If it has the same types as the run's
-                initial state (``fresh`` of :meth:`prepare`), leaves are restored with their saved types, and lists and
-                dictionaries that have grown are restored completely; other types are an error. If the run has recorded
-                no types, only the template determines the result. Without a template, jax arrays are restored as jax
-                arrays if the program has imported jax; a list of root keys restricts this to the leaves below them.
+            as_saved: Whether the template is the state with which a resumed run starts. If its types match the recorded
+                types of the run's initial state (``fresh`` of :meth:`prepare`), leaves are restored with their saved
+                types, and lists and dictionaries that have grown are restored completely; other types are an error. If
+                no types were recorded, only the template determines the result. Without a template, jax arrays are
+                restored as such if the program has imported jax; a list of root keys limits this to leaves below them.
             entries: Templates for some entries of a saved dictionary. A template is ignored if its entry was not saved.
                 Entries for which no template is given are restored without one.
             source: A tree saved by another library, which is read instead of the tree in the folder.
@@ -376,7 +376,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
     arrays = {name: value for name, value in zip(flat.names, flat.values, strict=True) if is_on_several_devices(value)}
     try:
         differing = list(differing_replicas(arrays))
-    except RuntimeError:  # for example, because there is no device memory for a copy of a key's data
+    except RuntimeError:  # for example, if device memory is too full for a copy of a key's data
         _logger.info("the replicas of jax arrays are not compared", exc_info=True)
         return False
     if differing:
@@ -395,7 +395,7 @@ def _warn_of_replicas(flat: Flattened) -> bool:
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:
-    """Describe the leaves; a leaf that has a type handler is represented by its note for ``tree.json``."""
+    """Describe the leaves; a leaf that has a type handler is represented by its ``tree.json`` entry."""
     notes = external.notes
     if not notes:
         return describe(flat.names, flat.values, pinned_bytes=pinned_bytes)
@@ -435,7 +435,7 @@ class ArrayCheckpointHandler(PyTreeCheckpointHandler):
             item: An array of numpy, jax or torch, or a number.
             snapshot: Whether to copy the array if it is mutable.
             save_args: The :class:`~holdfast.SaveArgs` of the array.
-            **kwargs: As for a tree.
+            **kwargs: As for :meth:`PyTreeCheckpointHandler.prepare`.
 
         Returns:
             The prepared array, which can be written into a folder.

@@ -67,7 +67,7 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[SaveArgs]) -> Any:
-        """Write leaves on process 0, possibly on another thread. This method may be a coroutine.
+        """Write leaves. This method runs only on process 0, may run on another thread, and may be a coroutine.
 
         Args:
             values: The leaves, or snapshots of the leaves.
@@ -151,7 +151,7 @@ class TypeHandlerRegistry:
         return next((handler for handler in self._handlers.values() if handler.name == name), None)
 
 
-# Used by ``holdfast.load``, and by pytree handlers without a separate registry.
+# The registry used by ``holdfast.load``, and by pytree handlers that receive no other registry.
 DEFAULT_REGISTRY = TypeHandlerRegistry()
 
 
@@ -172,7 +172,7 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
 FOLDER = "leaves"  # folder with one subfolder per leaf, named after the leaf's index in the tree
 
 
-# A handler, and the indexes, values, infos and arguments of its leaves.
+# A handler with the indexes, values, infos and arguments of its leaves.
 _Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[SaveArgs]]
 
 
@@ -253,7 +253,7 @@ def restore_external(
     registry: TypeHandlerRegistry,
     args: Mapping[str, RestoreArgs],
 ) -> Any:
-    """Read the leaves that have type handlers into a loaded tree; ``numbers`` maps leaf names to indexes."""
+    """Read the leaves with type handlers, and add them to a loaded tree; ``numbers`` maps names to leaf indexes."""
     flat = flatten(tree, registry.leaf_types)
     values = list(flat.values)
     external = {position: value for position, value in enumerate(values) if isinstance(value, ExternalLeaf)}
