@@ -38,7 +38,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision on whether to save a step. A decision is true in a boolean context if a save is due.
+    """A decision on whether to save a step, which is true in a boolean context if a save is due.
 
     Attributes:
         save: Whether a save is due.

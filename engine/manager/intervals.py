@@ -217,7 +217,7 @@ class Experience:
 
     @property
     def ran(self) -> float:
-        """The total running time of all attempts in seconds. Each attempt counts up to its last event."""
+        """The total running time of all attempts in seconds. An attempt ends with its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property

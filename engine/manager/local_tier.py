@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # only inspected: after resuming from it, the run would report an earlier step
+            restored = None  # only inspected: after resuming from it, the run would have reported an earlier step
         if is_same and restored is None and not again:
             return
         if not is_same:
