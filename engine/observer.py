@@ -1,8 +1,8 @@
 """Observers, which receive the events of runs and may redirect paths, change options and request saves.
 
 A manager takes an observer as ``observer=``. By default, it uses the process's observer from :func:`process_observer`,
-which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. In programs that run without them,
-the process's observer does nothing.
+which lets ``holdfast supervise`` and ``holdfast drill`` observe unmodified programs. Without these commands, the
+process's observer does nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Observer(Protocol):
         return
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Called with each event listed in ``engine/manager/events.py``, with ``directory`` and ``process`` added."""
+        """Called with each event of a run (see ``docs/events.md``), with ``directory`` and ``process`` added."""
         return
 
 
@@ -82,7 +82,7 @@ class Unobserved(Observer):
 
 @functools.cache
 def process_observer() -> Observer:
-    """Return the observer that ``HOLDFAST_OBSERVER`` names, or an observer that does nothing if it is not set."""
+    """Return the observer that ``HOLDFAST_OBSERVER`` names; if the variable is not set, one that does nothing."""
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()

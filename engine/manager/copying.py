@@ -65,8 +65,8 @@ def copy_checkpoint(
     Files are copied unchanged, and every byte is verified against the saved checksums. A copy is committed only after
     all of its files are durable, so an interrupted call leaves no checkpoint, and a repeated call transfers only the
     missing files. Memory use does not grow with the size of the checkpoint if the destination is a disk, S3 with
-    credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, the upload of a
-    file needs memory of up to three times the file's size. If several processes call this function, process 0 copies
+    credentials in the environment, or Google Cloud Storage with user or machine credentials. Otherwise, uploading
+    a file needs up to three times the file's size in memory. If several processes call this function, process 0 copies
     the files while the other processes wait.
 
     Args:
@@ -75,7 +75,7 @@ def copy_checkpoint(
             steps; steps that already exist at the destination are not copied again.
         overwrite: Whether to replace a different checkpoint at the destination.
         max_bandwidth: The maximum rate, in bytes per second or as text such as ``"50 MB/s"``; None for no limit.
-        progress: Receives the total size and the progress in bytes, including files that need not be copied again.
+        progress: Receives the total and the completed number of bytes. Files that already exist count as completed.
         coordinator: Connects the processes. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` ignores other processes.
 
@@ -166,7 +166,7 @@ class _Copy:
                         ownership.check()
                         target = destination / there.get((entry.series, entry.step), entry.location.name)
                         done.append(self._copy_one(entry.location, target, share))
-                        # The record in ``entry``, unlike the copied one, includes metrics added by other programs.
+                        # Unlike the copied record, ``entry.record`` includes metrics that other programs have added.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
                     except CheckpointNotFoundError:  # the run has since deleted the step

@@ -1,8 +1,8 @@
 """Decide when to save, make all processes agree, and track the steps of an abandoned branch.
 
 Triggers evaluate a :class:`Moment` of the training loop, and :func:`decide` combines them. Most steps require no
-communication, because each process evaluates the triggers that depend only on the step. Time, metrics and failed saves
-may differ between processes. For these, process 0 decides for all, at the steps that :class:`SyncSchedule` chooses.
+communication, because each process evaluates the triggers that depend only on the step. Processes may
+disagree on time, metrics or failed saves, so process 0 decides for all at the steps that :class:`SyncSchedule` chooses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision whether to save a step. It is true in a boolean context if a save is due.
+    """A decision on whether to save a step, which is true in a boolean context if a save is due.
 
     Attributes:
         save: Whether a save is due.
@@ -137,7 +137,7 @@ class Wanted(SavePolicy):
 
 
 def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
-    """Decide to save a step if it has not been saved and a trigger is due. The reason lists all such triggers."""
+    """Decide to save an unsaved step if any trigger is due. The decision's reason lists all triggers that are due."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
     due = [reason for trigger in triggers if (reason := trigger.reason(moment)) is not None]
@@ -150,8 +150,8 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 class SyncSchedule:
     """Schedules the steps at which processes agree on whether to save. The schedule is the same on all processes."""
 
-    # From the loop's pace, process 0 predicts how many steps remain until a time-based save, and schedules an agreement
-    # after half of them. If saves depend on the step, processes also check for a failed save at growing intervals.
+    # Process 0 predicts from the loop's pace how many steps remain until a time-based save, and schedules an agreement
+    # halfway to it. If saves depend on the step, processes also check for a failed save at growing intervals.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         self.certain = tuple(  # triggers that depend only on the step
@@ -232,7 +232,7 @@ class StepPace:
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
         usual = median(self._usual)  # computed here, because in save_begins() it would delay the loop
-        # Durations vary, so report a delay only if 3 in 4 steps during a save took longer than the median without one.
+        # Durations vary, so report a delay only if 3 in 4 steps during the save took longer than the usual median.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
@@ -241,8 +241,8 @@ class StepPace:
 class SaveDecisions:
     """Decides at each step whether to save. Intervals are measured from the start of the last successful save."""
 
-    # The loop may continue while a save is written. If the save fails, intervals count from the previous save again, so
-    # a save is due at the next step. Processes may notice the failure at different steps, so process 0 informs all.
+    # If a background save fails, intervals are measured from the save before it, so a save is due at the next step.
+    # Processes may notice the failure at different steps, so process 0 reports it to all of them.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -254,7 +254,7 @@ class SaveDecisions:
         self.pace = StepPace()
         self._saves = 0  # number of saves started
         # The step of the last save or restore, and the monotonic time of the last save. The tuple is replaced as a
-        # whole because a background save may fail on another thread.
+        # whole, because the saving thread resets both values if a background save fails.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
         self._before = self._last
         self._failed: bool | None = False  # whether the last save failed; None while it is in progress
@@ -323,7 +323,7 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """Tracks the steps after the one from which a run resumed, until the run replaces or passes them."""
+    """Tracks the steps that a run abandons by resuming from an earlier step, until the run replaces or passes them."""
 
     # Warn about these steps in this run, because a later run cannot determine which branch a step belongs to.
 
@@ -347,7 +347,7 @@ class AbandonedSteps:
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Record the start of a save. Warn once about later steps unless the save marks them abandoned (``leaves``)."""
+        """Record a save's start. Warn once about later steps unless the save marks them as abandoned (``leaves``)."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

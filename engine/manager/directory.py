@@ -155,7 +155,7 @@ def record_metrics(
 
 
 class RunDirectory(StepIndex):
-    """The index of one series of steps in a directory, with the operations of the directory's single writer."""
+    """The index of one series of steps, with the operations that only the directory's single writer may perform."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class RunDirectory(StepIndex):
         self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
         self._changing = Lock()  # serializes changes to records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._keeps_tombstones = False  # whether the mirror may still have steps deleted from this directory
+        self._keeps_tombstones = False  # whether deletions leave tombstones, because steps may also be in a mirror
 
     @property
     def identity(self) -> RunIdentity:
@@ -202,7 +202,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self.partial = set()
-        if partial is not None and partial.step is not None:  # the next attempt can complete the copy of this step
+        if partial is not None and partial.step is not None:  # keep a partial copy that can be completed
             interrupted = self.step_location(partial.step)
             if interrupted in folders and copy_left(interrupted) == partial.fingerprint:
                 folders.remove(interrupted)
@@ -254,7 +254,7 @@ class RunDirectory(StepIndex):
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Before a deletion, record that no local step, and no mirror copy of a deleted step, may be restored."""
+        """Record before a deletion that neither local steps nor deleted steps in the mirror may be restored."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -335,8 +335,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # Remove an empty folder, which a run leaves if it is killed before locking it. Keep a folder newer than
-                # the owner file, which another program may be about to fill. The file system sets both times.
+                # Remove an empty folder, which a killed run may leave behind. Keep a folder that is newer than the
+                # owner file, because another program may be about to fill it. The file system sets both times.
                 with contextlib.suppress(OSError):  # usually raised because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -461,7 +461,7 @@ class RunDirectory(StepIndex):
         for step, record in given_up.items():
             try:
                 with self._changing:
-                    # A step that has since been pinned, given metrics or deleted is left to the next call.
+                    # Leave a step to the next call if it has since been pinned, deleted or given metrics.
                     if self.known_record(step) is record:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:

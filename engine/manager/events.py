@@ -43,8 +43,8 @@ Event = Mapping[str, Any]
 class RunEvents:
     """Appends a run's events to the file in its directory, and passes them to listeners and to an observer.
 
-    Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token generated at
-    each start of the program), and the fields that ``docs/events.md`` lists for each event.
+    Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a random token that
+    identifies the manager), and the fields that ``docs/events.md`` lists for each event.
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports each save that takes over ``limit`` seconds, unless the previous save did too."""
+    """Return a listener that reports a save longer than ``limit`` seconds, unless the previous save was also slow."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -155,7 +155,7 @@ def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable
 
 
 def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
-    """Wrap a listener to log its errors instead of raising them; the first one is logged as a warning."""
+    """Wrap a listener so that its errors are only logged, the first one as a warning."""
     warned = False
     shown = name or getattr(listener, "__qualname__", type(listener).__qualname__)
 

@@ -170,7 +170,7 @@ class StepIndex:
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as seen by retention rules, in ascending order."""
-        if (infos := self._infos) is not None:  # fast path, because every step calls this and changes are rare
+        if (infos := self._infos) is not None:  # fast path: called at every step, but changes are rare
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)

@@ -32,7 +32,7 @@ DAY = 86400.0
 _SPREAD = math.log(10)  # prior standard deviation of the log failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures per day
 _RECENT = 20  # number of recent saves and resumes used for medians
-_NOTABLE = 0.1  # minimum relative change of the interval that is reported
+_NOTABLE = 0.1  # smallest relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
@@ -49,7 +49,7 @@ class Every(SavePolicy, KeepPolicy):
 
     Attributes:
         steps: The period in steps.
-        secs: The period in time, as a number of seconds or as text such as ``"15m"`` or ``"1h"``.
+        secs: The period as a duration: a number of seconds, or text such as ``"15m"`` or ``"1h"``.
         keep: The number of selected steps to keep; None keeps all of them.
 
     Raises:
@@ -108,14 +108,14 @@ class Every(SavePolicy, KeepPolicy):
         for info in ordered:
             if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
                 continue
-            # A step with an earlier time than ``last`` was saved after the clock was set back; measure from its time.
+            # If the step's time is before ``last``, the clock was set back; keep the step, and measure from its time.
             kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
             last = info.time
         return kept
 
 
 def passes(n: int, step: int, previous: int | None) -> bool:
-    """Return whether there is a multiple of ``n`` after the previous step and at or before this one."""
+    """Return whether a multiple of ``n`` lies after the previous step and at or before this one."""
     if previous is None:
         return step % n == 0
     return step // n != previous // n
@@ -125,7 +125,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
-    """Return the interval between saves in seconds, or (least, greatest) bounds if the interval is to be learned."""
+    """Return the interval between saves in seconds, or the bounds (least, greatest) of a learned interval."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
             return seconds(given, name=name)
@@ -152,10 +152,10 @@ def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The training time, in seconds per day, that is expected to be lost with a given save interval."""
+    """The expected loss of training time with a given save interval, in seconds per day."""
 
     saving: float  # time lost because the loop waits for saves or is slowed down by them
-    failing: float  # time lost by resuming after failures and repeating work
+    failing: float  # time lost to failures, that is, to resuming and repeating steps
 
     @property
     def together(self) -> float:
@@ -217,15 +217,15 @@ class Experience:
 
     @property
     def ran(self) -> float:
-        """The total running time of all attempts in seconds, measured until the last event of each."""
+        """The total running time of all attempts in seconds. An attempt ends with its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
     def between_failures(self) -> float:
         """The expected time between failures, in seconds.
 
-        Failures are modeled as a Poisson process with a log-normal prior: one per day, within a factor of ten. The
-        result corresponds to the maximum a posteriori rate given the events of the run.
+        Failures are modeled as a Poisson process. Its rate has a log-normal prior: one per day, within a factor of ten.
+        The result is the inverse of the maximum a posteriori estimate of the rate.
         """
         days, variance = self.ran / DAY, _SPREAD**2
         # Bisect for the log rate at which the derivative of the log-probability is zero.
@@ -339,7 +339,7 @@ class Experience:
 class LearnedInterval(SavePolicy):
     """Learns from a run's events which save interval, within bounds, loses the least training time.
 
-    The first save is due after the lower bound, because the cost of a save is not yet known.
+    The first interval is the lower bound, because the cost of a save is not yet known.
     """
 
     least: float
@@ -399,7 +399,7 @@ class LearnedInterval(SavePolicy):
 
 
 def _short(duration: float) -> str:
-    """Format a duration with few digits.
+    """Format a duration in whole seconds or, below 10 seconds, with two significant digits.
 
     >>> _short(151.2), _short(0.0123)
     ('2m31s', '0.012s')

@@ -33,7 +33,7 @@ class ItemToRestore(NamedTuple):
 
 
 class ItemSet:
-    """The items of a manager with their checkpointers. Callers use names only if there are several items."""
+    """The items of a manager with their checkpointers. Callers pass a single item without a name."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ItemSet:
             for name, handler in handlers.items()
             if reuse and isinstance(handler, PreparedCheckpointHandler) and handler.reuses
         }
-        self._uploads = uploads  # whether data files will be uploaded from disk
+        self._uploads = uploads  # whether data files will be copied from disk to a remote mirror
         self._optional = self._rare | {name for name, handler in handlers.items() if handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
@@ -109,7 +109,7 @@ class ItemSet:
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Let ``step`` share data files with earlier steps, but not with the newest one or the one before ``step``."""
+        """Let ``step`` share data files with earlier steps, except the newest step and the last one before ``step``."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -153,7 +153,7 @@ class ItemSet:
         return values if self._several else values.get(ITEM)
 
     def structure(self, stored: StoredItems) -> Any:
-        """Describe the items without reading their data; a single item is None if its handler cannot describe it."""
+        """Describe the items without reading their data; return None for a single item without a description."""
         structures = {
             name: stored.structure(saved, self._checkpointers[name].handler)
             for name, saved in self._names(stored, None).items()

@@ -1,4 +1,4 @@
-"""Find a run's host-local steps, the hosts that have the files or copies of them, and the newest complete step.
+"""Find a run's host-local steps, the hosts that store their files, and the newest complete step.
 
 At the start, a run collects the file lists of all hosts. A step is complete if every file is on at least one host. Each
 host verifies the checksums of its files in the newest complete step. :class:`~..storage.ScatteredFiles` reads files on
@@ -42,7 +42,7 @@ COPIES = "copies"  # subfolder for copies of other hosts' files
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """For each host, return the indices of the ``copies`` other hosts that keep copies of its files."""
+    """Return, for each host, the indices of the ``copies`` other hosts that keep copies of its files."""
     # The ring alternates between failure domains. Each host sends copies to the next hosts that are in other domains,
     # and to hosts in its own domain only if the other domains have too few hosts.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
@@ -139,7 +139,7 @@ class _Program:
 
     hosts: Sequence[_Host]
     run: str | None  # name of the folder with the run's local steps; None while the run's directory is new
-    path_digest: str  # digest of the path of the run's directory; the name in ``run`` ends with it
+    path_digest: str  # digest of the run directory's path; also the suffix of ``run``
     token: str
     attempt: str  # random text that identifies this attempt of the program
     branches: tuple[LocalBranch, ...]  # the history at the start; it determines which local steps are valid
@@ -151,7 +151,7 @@ class LocalHosts:
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}  # connections to the other hosts, by host index
-        self.newest: WholeStep | None = None  # the newest local step; None if the directory has a newer one
+        self.newest: WholeStep | None = None  # the newest local step if it is newer than the directory's
         self._run = run
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
@@ -274,7 +274,7 @@ class LocalHosts:
         return held
 
     def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
-        """Map each local step stored for a different run identity or directory path to the reason it is not used."""
+        """Return the unused local steps that match only the run's identity or only its path, each with the reason."""
         unused = {}
         for entry in self.root.entries():
             run, _, path = entry.name.partition(".")
@@ -330,7 +330,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Choose ``step``, or the newest local step if it is newer than the directory's. Also explain unused steps."""
+        """Choose ``step``, or the newest local step if it is newer than the directory's; also report unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -380,7 +380,7 @@ class LocalHosts:
         self.unused, self.further, self.left = {}, set(), set()  # replaced, because other threads may be iterating
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return this host's damaged files; check only files whose checksum the record has (``digested``) or lacks."""
+        """Return this host's damaged files; check those with checksums in the record (``digested``) or in the index."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
@@ -485,7 +485,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step. If it cannot be read, return None: another host may have a copy."""
+    """Return a local step's commit record, or None if it is missing or unreadable; another host may have a copy."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:

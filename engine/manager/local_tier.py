@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 _KEPT = 2  # number of local steps to keep
 _BRANCHES = 8  # maximum number of branches in the history; the kept steps span fewer
 _SENDERS = 4  # number of files that a host sends concurrently
-_SILENCE = 60.0  # minimum time in seconds between two events about local saves
+_SILENCE = 60.0  # minimum time in seconds between two ``saved_locally`` events
 
 
 class LocalHistory(NamedTuple):
@@ -67,14 +67,14 @@ class LocalTier(StepPlace):
         self._seen: int | None = None  # the last step that the program reported
         self._before: int | None = None  # the step reported before ``_seen``; None if the run has gone back since
         self._newest = -1  # the highest local step in the history
-        # A step restored after the last reported step, perhaps only to inspect it, and whether it was a local step.
+        # A step restored since the last reported step, perhaps only for inspection, and whether it is a local step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # error of a save in which a process was lost; the next save raises it
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
-        self._saves = 0  # number of saves since the last event about saves
-        self._last_event: float | None = None  # monotonic time of the last event about saves
+        self._saves = 0  # number of saves since the last ``saved_locally`` event
+        self._last_event: float | None = None  # monotonic time of the last ``saved_locally`` event
         self._kept: dict[str, int] = {}  # valid local steps by folder name, in ascending order
         self._hosts = LocalHosts(options, run.steps, run.processes)
         self._sequence = self._hosts.sequence
@@ -126,7 +126,7 @@ class LocalTier(StepPlace):
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Note a step reported by the program; start a branch if the run went back or saves the step ``again``."""
-        # Base the decision to save locally on reported steps, which, unlike restores, are the same on all processes.
+        # Decide on local saves from reported steps only, because restores may differ between processes.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # only inspected: a run that resumed from it would have reported an earlier step
+            restored = None  # only inspected: after resuming from it, the run would have reported an earlier step
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -269,10 +269,10 @@ class LocalTier(StepPlace):
             leave_save(self._begin(step), error)
 
     def _begin(self, step: int) -> Rendezvous | None:
-        """Count a save. Do this before any operation that may fail, so that all processes have the same count."""
+        """Count a save, before any operation that may fail, so that the count is the same on all processes."""
         self._previous = self._newest = step
         self._sequence += 1
-        self._forget_found()  # older local steps are removed from now on
+        self._forget_found()  # this save removes older local steps
         return self._processes.rendezvous("local save")
 
     def _has_folder(self, step: int, rendezvous: Rendezvous | None) -> bool:

@@ -115,7 +115,7 @@ class CheckpointManager(ExplainsNames):
             self._run.add_place(self._mirror)
         self._local: LocalTier | None = None  # None if there are no host-local steps or the manager is read-only
         if self.options.local is not None and writes:
-            from .local_tier import LocalTier  # imported lazily because importing sockets is slower than a small save
+            from .local_tier import LocalTier  # imported lazily: importing socket takes longer than a small save
 
             self._run.compare_options()
             self._local = LocalTier(self.options.local, self._run)
@@ -156,8 +156,8 @@ class CheckpointManager(ExplainsNames):
         If the mirror still lacks the newest step afterwards, a warning names the step and says what to do.
 
         Args:
-            timeout_secs: The maximum time to wait, in seconds. The call returns immediately if the copy would take
-                longer at the measured rate. None waits for the mirror's ``wait_secs``.
+            timeout_secs: The maximum time to wait, in seconds. The call returns early if the copy would take
+                longer at the measured rate. None uses the mirror's ``wait_secs``.
 
         Returns:
             True if the mirror has the newest step, or if there is no mirror.
@@ -183,7 +183,7 @@ class CheckpointManager(ExplainsNames):
         return max([*islice(here, 1), *self._steps.borrowed], default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step would include an item, so loops can skip collecting an item that is not due.
+        """Return whether a save at a step would include an item. Loops need not collect an item that is not due.
 
         Args:
             item: The name of the item.
@@ -378,7 +378,7 @@ class CheckpointManager(ExplainsNames):
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and why.
 
-        The first step passed to this method counts as the start of the run. After a failed save, the next step is due.
+        The first step passed to this method starts the run. If a save fails, another one is due at the next step.
 
         Args:
             step: The number of completed optimizer updates.
@@ -413,7 +413,7 @@ class CheckpointManager(ExplainsNames):
                 up to 4096 numbers. Containers are returned and passed to ``best_fn`` as dictionaries and lists.
             custom_metadata: JSON-serializable information about this step; see :meth:`custom_metadata`.
             force: Save even if no save is due, and atomically replace a checkpoint of the same step. After
-                :meth:`restore` of an older step, later steps are replaced even without ``force``.
+                a :meth:`restore` of an older step, saves replace later steps even without ``force``.
             save_kwargs: Additional arguments for the handler, or a dictionary of such arguments by item.
             reason: The reason for the save in the log and the commit record; None uses the triggers' reason.
 
@@ -464,7 +464,7 @@ class CheckpointManager(ExplainsNames):
     ) -> bool:
         """Save a host-local step if one is due; :meth:`save` also does this.
 
-        Errors while files are written or copied are logged, and training continues.
+        Errors that occur while files are written or copied are only logged, so training continues.
 
         Args:
             step: As for :meth:`save`.

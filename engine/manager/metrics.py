@@ -185,7 +185,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has been reported, or the warning logged
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check a step's metrics without device transfers; ``saved`` contains the ranking metric of the saved steps."""
+        """Check a step's metrics without device transfers; ``saved`` yields the ranking metric of each saved step."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the name (None if the value is a number) and the value (``_ABSENT`` if missing) of a metric."""
+    """Return a metric's name (None if its value is a number) and its value (``_ABSENT`` if the metric is missing)."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

@@ -64,7 +64,7 @@ class MirrorStatus:
         step: The newest intact step in the mirror; None if there is none, or if the mirror has not been reached yet.
         copying: The step that is being copied, or None.
         bytes_left: The number of bytes of the run's newest step that the mirror still lacks.
-        bytes_per_second: The rate of the last copy, measured outside of saves, or None before the first copy.
+        bytes_per_second: The rate of the last copy, excluding the time of saves; None before the first copy.
         error: Why the last attempt failed, or None if it succeeded.
     """
 
@@ -77,7 +77,7 @@ class MirrorStatus:
 
 
 class _Phase(Enum):
-    """The phases of mirroring, in order, beginning when the thread starts."""
+    """The phases of mirroring, in order."""
 
     FOLLOWING = auto()  # steps are copied when they are due
     FINISHING = auto()  # the run is ending, so its newest step is copied even if it is not due
@@ -91,7 +91,7 @@ class _Copying(NamedTuple):
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Raised to cancel a copy because the run ends, or because the step was deleted, replaced or superseded."""
+    """Raised to cancel a copy because mirroring ends, or because the step was deleted, replaced or superseded."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -293,7 +293,7 @@ class RunMirror(StepPlace):
             self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step, even if not due, within ``timeout`` (by default, ``wait_secs``) seconds; then stop."""
+        """Copy the newest step, even if not due, within ``timeout`` seconds (None for ``wait_secs``), and then stop."""
         limit = self._limit if timeout is None else timeout
         if self._phase is _Phase.FINISHED:  # witness records may have been added since mirroring ended
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
@@ -353,7 +353,7 @@ class RunMirror(StepPlace):
 
     def _work(self) -> None:
         if sys.platform == "linux" and self.location.is_local:
-            # Not for remote mirrors: TensorStore's threads would inherit the low priority and slow down loads.
+            # Do not lower the priority for a remote mirror: TensorStore's threads would inherit it and slow down loads.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause: float | None = None  # retry pause after an error; new steps do not shorten it
@@ -420,7 +420,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete the steps with tombstones from the mirror, last step first, unless the run has saved them again."""
+        """Delete steps with tombstones from the mirror, last step first, except steps that the run has saved again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -430,7 +430,7 @@ class RunMirror(StepPlace):
         self._changed()
 
     def _next(self, far: RunDirectory) -> CheckpointRecord | None:
-        """Return the newest step if it is due and the mirror lacks it."""
+        """Return the record of the newest step if the step is due and missing from the mirror."""
         record = self._lacking()
         if record is None or record.fingerprint in self._refused:
             return None

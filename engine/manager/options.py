@@ -107,7 +107,7 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
 
 
 def explains_options(taker: F) -> F:
-    """Decorate a class or function so that its errors about unknown options suggest what to use instead."""
+    """Decorate a class or function so that its errors about unknown options suggest alternatives."""
     return explains_arguments(taker, refuse_options)
 
 
@@ -356,9 +356,9 @@ class CheckpointManagerOptions(ProgramPolicies):
             ``Mirror`` with its own interval and limits. A run resumes from the newest step in either location.
         local: A ``Local``, which saves every few steps to the memory or disk of each host, with copies on other
             hosts. A run resumes from a local step if it is newer than the steps in the directory.
-        reuse_unchanged: Reuse the data files of unchanged arrays from the step before the last one instead of writing
-            them again, by hard links, or by copies within S3 or Google Cloud Storage. Each step remains complete, and
-            can be copied or deleted independently.
+        reuse_unchanged: Instead of writing unchanged arrays again, reuse their data files from the step before the last
+            one: as hard links or, in S3 and Google Cloud Storage, as copies within the store. Each step remains
+            complete, and can be copied or deleted independently.
         step_name_width: The minimum number of digits in step names in a new directory, such as 8 for
             ``00001200``; versions without this option refuse such a directory. An existing directory keeps its names.
         save: One or more policies for when to save, such as ``hf.Every(steps=100)`` or a custom ``hf.SavePolicy``,
@@ -369,8 +369,8 @@ class CheckpointManagerOptions(ProgramPolicies):
             is kept unless other options limit it.
         keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default, the other rules apply to
             them as well.
-        item_intervals: For a manager with several items, a dictionary that maps items that only some checkpoints need,
-            such as a replay buffer, to intervals in steps. Each item is saved by the first save, by saves at or past
+        item_intervals: For a manager with several items, a dictionary of intervals, in steps, for items that only some
+            checkpoints need, such as a replay buffer. Each item is saved by the first save, by saves at or past
             a multiple of its interval, and with ``force=True``. The newest checkpoint with the item is kept.
         step_prefix: Name step directories ``<step_prefix>_<step>`` instead of ``<step>``. The underscore is omitted
             after a prefix that ends in ``-``.
@@ -379,9 +379,9 @@ class CheckpointManagerOptions(ProgramPolicies):
         barrier_timeout_secs: The maximum time to wait for the program's other processes before an error names the
             missing ones: a number of seconds, or text such as ``"10m"``.
         load_and_broadcast: Whether data that several processes restore is read only once, and distributed by
-            collective operations of JAX or torch. None does this if it avoids reading at least 64 MiB, and the program
-            runs on several machines or the checkpoint is in an object store. False never does this. True always does,
-            even for ``restore(step)``.
+            collective operations of JAX or torch. None enables this if it avoids reading at least 64 MiB, and the
+            program runs on several machines or the checkpoint is in an object store. False disables it. True always
+            enables it, even for ``restore(step)``.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_steps": 1}

@@ -1,4 +1,4 @@
-"""Ownership of a directory, which allows a run to write there, and the identity of the run.
+"""The ownership of a directory, which allows a run to write to it, and the identity of a run.
 
 A second run is refused, but within one process, a newer manager takes over from an older one. On a file system, the
 owner holds a :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), a
@@ -40,7 +40,7 @@ from .options import CheckpointManagerOptions, options_document, options_from_do
 _logger = logging.getLogger("holdfast")
 
 _LIMIT = 16 << 20  # size limit in bytes for files read by this module
-_LOOKS = 5  # maximum number of reads of an owner file that seems to belong to another manager
+_LOOKS = 5  # maximum number of times to read an owner file that seems to belong to another manager
 _PAUSE = 0.1  # seconds between two reads of the owner file
 _CONNECTED = (
     ". If it is a process of this program, connect the processes first (init_process_group), then make the manager"
@@ -68,7 +68,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
-        """Raise OwnershipError if no save can succeed because the path of one of the run's files is blocked."""
+        """Raise OwnershipError if something other than a regular file blocks the path of one of the run's files."""
         if not self._directory.is_local:
             return
         owner, options = self._directory / OWNER, self._directory / OPTIONS
@@ -123,7 +123,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """Return whether another manager owns the file. Two reads must agree, because a network may garble a read."""
+        """Return whether another manager owns the file. Two reads must agree, because the network may corrupt one."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)
@@ -217,10 +217,10 @@ OPTIONS = "options.json"  # file with the retention options and the identity of 
 
 
 class Tombstone(NamedTuple):
-    """Marks one step, or all steps after it, as deleted. Storage tiers must not restore them unless saved again."""
+    """Marks a step, or all steps after it, as deleted. Storage tiers may restore only versions saved since then."""
 
     step: int
-    later: bool = False  # True if the tombstone marks all steps after ``step`` instead of ``step``
+    later: bool = False  # whether all steps after ``step``, rather than ``step`` itself, were deleted
     time: float | None = None  # covers only records saved up to this time (seconds since the epoch); None covers all
     fingerprint: str | None = None  # fingerprint of the step's record when the step was deleted
 
@@ -268,7 +268,7 @@ class RunIdentity:
     directory: str | None = None  # URL of the run's directory; set only in its mirror
     mirror: str | None = None  # URL of the mirror; set only in the run's directory
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # maps each series of steps to its tombstones
-    local: str | None = None  # path on each host that holds the local steps; set only in the run's directory
+    local: str | None = None  # path of the local steps on each host; set only in the run's directory
     # For each series, the recent branches that lead to the newest step. Local steps outside these branches are invalid.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 

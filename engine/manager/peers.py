@@ -261,7 +261,7 @@ class RemoteReader(DataReader):
 
 def check_private(path: str, *, shared: bool) -> None:
     """Raise StoragePermissionError if the folder exists and another user of the host can add or replace files in it."""
-    # A shared folder may belong to root, and may be writable by all if its sticky bit protects files, as in /dev/shm.
+    # A shared folder, such as /dev/shm, may belong to root, and may be writable by all if its sticky bit is set.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         status = os.lstat(path)

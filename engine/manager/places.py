@@ -26,7 +26,7 @@ class StepPlace:
 
     @property
     def unused(self) -> Mapping[int, str]:
-        """Maps each unused step to the reason, for example that the step is damaged or may belong to another run."""
+        """The unused steps, each mapped to the reason, for example that its files are damaged."""
         return {}
 
     def reached(self, point: Point, step: int) -> None:

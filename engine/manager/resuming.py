@@ -1,4 +1,4 @@
-"""Restore the step from which a run resumes: the newest step in any storage tier that is intact on all processes."""
+"""Restore the step from which a run resumes: the newest step, in any storage tier, that is intact on all processes."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
-        """Run the block, which reads a step on all processes, and then report the first damage that a process found."""
+        """Run the block, which reads a step on all processes; then append the first damage that any process found."""
         damage = broken = None
         damages: list[_Damage] = []
         with self._shared_reads(together=True) as shared:

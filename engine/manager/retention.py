@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric; newer steps win ties. If too few have it, adds the newest others."""
+    """Keeps the ``n`` best steps; newer steps win ties. If too few have the metric, keeps the newest others as well."""
 
     n: int
     metric: Metric

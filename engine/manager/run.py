@@ -187,7 +187,7 @@ class Run:
         return is_here or self.fetch(step) is not None
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
-        """Return all steps, even damaged ones, as (step, readable without a fetch); abandoned first, newest last."""
+        """Return (step, readable without a fetch) for all steps, damaged or not: abandoned steps first, newest last."""
         here = {*self.steps.steps_and_damaged(), *self.steps.borrowed}
         there = {step for place in self.places for step in place.steps()}
         known, left = here | there, self.steps.left_behind()

@@ -50,7 +50,7 @@ class SaveQueue:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # Calling a best_fn function fetches metrics from the device, so do it only if a trigger calls best_fn anyway.
+        # A best_fn function fetches metrics from the device, so call it only if a trigger also calls it.
         if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -108,7 +108,7 @@ class SaveQueue:
                 _logger.warning(text, step, decision.reason)
             return False
         self.run.acquire()
-        if self.run.steps.is_stray(step) and (reason is not None or not force):  # otherwise, an error is raised later
+        if self.run.steps.is_stray(step) and (reason is not None or not force):  # a forced save raises an error later
             return False
         if force:
             self.run.observer.reached("step", step)  # decide() may not have been called for this step
@@ -121,7 +121,7 @@ class SaveQueue:
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # Calls that may fail on a single process are made last, so that all processes see the same steps.
+                    # Notify first: later calls may fail on a single process, but all processes must see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
