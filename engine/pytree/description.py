@@ -100,7 +100,7 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the names of jax arrays whose host memory overlaps a volatile leaf, each paired with that leaf's name.
+    """Return pairs of leaf names: a jax array in host memory, and a volatile leaf whose memory overlaps with it.
 
     Neither jax nor numpy reports shared memory, so addresses are compared. Only sharing between two leaves is found.
     """

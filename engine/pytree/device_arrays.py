@@ -3,7 +3,7 @@
 The copies run on the device while the program continues. They follow these rules:
 
 - They run in a separate stream, which first waits for all work that the program has started on the device.
-- All copies start before the host waits for any, and the host reads the first copies while others are in progress.
+- All copies start before the host waits for any of them. The host reads the first copies while others still run.
 - Work that the program starts later, such as the next optimizer step, waits for the copies on the device. The program
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then, the tensor is kept alive so its memory is not reused.

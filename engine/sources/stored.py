@@ -158,7 +158,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 _logger = logging.getLogger("holdfast")
 
 _AMPLIFICATION = 16  # maximum ratio of array sizes to file sizes; the ratio exceeds 1 if arrays share memory
-_SMALL = 64 << 20  # bytes of arrays that are accepted in addition, regardless of file sizes
+_SMALL = 64 << 20  # additional bytes of arrays that are accepted regardless of file sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class StoredPart:
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Limit the part to a box; return it unchanged if it is encoded or has a checksum, or None if it is outside."""
+        """Return the part limited to a box, or all of it if it is encoded or has a checksum; None if it is outside."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self

@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # Prefer the container that shares most names with the template and, in a tie, has fewest other names.
+            # Prefer containers with the most names from the template and, if tied, with the fewest other names.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)
