@@ -1,4 +1,4 @@
-"""A protocol for receiving the progress of a long-running call, and shares for parts that count in other units."""
+"""The protocol by which long-running calls report progress, and shares for parts that count in other units."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .forks import Lock
 
 
 class Progress(Protocol):
-    """Receives the progress, in bytes, of a long-running call. Methods are called often, by several threads at once.
+    """Receives the progress of a long-running call in bytes. Several threads call the methods often and concurrently.
 
-    An exception raised by a method ends the call, as an interrupt would. When a call returns successfully, the numbers
-    passed to ``advance`` add up to the numbers passed to ``expect``.
+    An exception raised by a method ends the call, as an interrupt would. When a call returns successfully, the sum of
+    all numbers passed to ``advance`` equals the sum of all numbers passed to ``expect``.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """A part of a call that counts in its own units and adds ``nbytes`` bytes of progress in total if it succeeds."""
+    """A part of a call that counts in its own units. If the part succeeds, its progress adds up to ``nbytes`` bytes."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop, possibly an empty one, has started since a state was set
         self._turn = 0  # counter that changes when a loop starts or a state is set
         self._reported = 0  # value of _turn at the last reported step
-        self._loops: set[bool] | None = set()  # True if a loop reported steps, False if one did not; None once warned
+        self._loops: set[bool] | None = set()  # whether loops reported steps (or both values); None once warned
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -110,7 +110,7 @@ class ResumableLoader(LoaderPosition):
         finally:
             if turn == self._turn:
                 is_reported = self._reported == turn
-                # After a resume, the rest of an epoch may be too short to reach an update, and thus report no step.
+                # After a resume, the rest of an epoch may be too short for an update, so that its loop reports no step.
                 if given and self._loops is not None and (is_reported or not is_rest):
                     self._loops.add(is_reported)
                 self._move(self.epoch + 1, 0)
@@ -204,7 +204,7 @@ def resumable(
         loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a Grain or Hugging Face dataset,
             or an object with ``__iter__``.
         batches_per_epoch: The number of batches after which each ``for`` ends; pass it if the loops always ``break``
-            there. None continues to the end of the loader.
+            after that number. None continues to the end of the loader.
         generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
         redraw: With ``"batches"``, a resume loads the earlier batches of the epoch again. With ``"indices"``, it only

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-# Default factories of a defaultdict that are stored, each by its name. No other default factory is stored.
+# The only default factories of a defaultdict that are stored, keyed by name.
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
@@ -133,7 +133,7 @@ class NnxObjects:
         self._copies: Any = None
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
-        """Return an object's index in the tree, and a dict of its variables that no earlier object has."""
+        """Add an object; return its index in the tree, and a dict of the variables that no earlier object contains."""
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
@@ -174,7 +174,7 @@ def _with_functions(treedef: Any, children: list[Any]) -> Any:
 
 
 def _entry_key(entry: Any) -> Any:
-    names = ("key", "name", "idx")  # in DictKey or FlattenedIndexKey, GetAttrKey, and SequenceKey, respectively
+    names = ("key", "name", "idx")  # attributes of DictKey or FlattenedIndexKey, GetAttrKey, and SequenceKey
     return next((getattr(entry, name) for name in names if hasattr(entry, name)), str(entry))
 
 

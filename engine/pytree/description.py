@@ -100,9 +100,9 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return pairs of leaf names: a jax array in host memory, and another leaf through which this memory may change.
+    """Return pairs of leaf names: a jax array in host memory, and a volatile leaf whose memory overlaps with it.
 
-    Neither jax nor numpy reports that arrays share memory, but addresses reveal it if both arrays are leaves.
+    Neither jax nor numpy reports shared memory, so addresses are compared. Only sharing between two leaves is found.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
     if not any(leaf.details["kind"] == "jax" for _, leaf in named):
@@ -164,7 +164,7 @@ def _refuse(value: Any) -> ArrayLeaf:
 
 
 class TakenLeaves(NamedTuple):
-    """The leaves of a tree that matches an earlier tree, each list in the order of the positions in `KnownLeaves`."""
+    """The leaves of a tree that matches an earlier tree. Each list has the order of the positions in `KnownLeaves`."""
 
     tensors: list[Any]  # tensors in host memory, which have yet to be copied
     arrays: list[Any]  # numpy arrays, which have yet to be copied

@@ -3,7 +3,7 @@
 The copies run on the device while the program continues. They follow these rules:
 
 - They run in a separate stream, which first waits for all work that the program has started on the device.
-- All copies start before the host waits for any, and the host reads the first copies while others are in progress.
+- All copies start before the host waits for any of them. The host reads the first copies while others still run.
 - Work that the program starts later, such as the next optimizer step, waits for the copies on the device. The program
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then, the tensor is kept alive so its memory is not reused.
@@ -37,14 +37,14 @@ BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # a tensor is split to fill a block only if at least this many bytes are left in the block
 _SMALL = 64 << 10  # size, in bytes, below which launching a copy takes longer than the copy itself
-_GATHERED = 4 << 20  # maximum total size, in bytes, of small tensors that are joined on the device and copied at once
-FIRST_BYTES = 256 << 20  # bytes that the first wait covers; each further wait covers twice as many, as waits are costly
+_GATHERED = 4 << 20  # maximum total size, in bytes, of small tensors that are joined on the device and copied together
+FIRST_BYTES = 256 << 20  # bytes covered by the first wait; each later wait covers twice as many, as waits are costly
 
 
 class DeviceArray:
     """An array on an accelerator, used in place of a host array until a snapshot copies it.
 
-    The elements of the tensor have the item size of ``dtype``. The tensor has neither a gradient nor a conjugate bit.
+    The tensor's elements have the same item size as ``dtype``. The tensor has neither a gradient nor a conjugate bit.
     """
 
     __slots__ = ("dtype", "shape", "tensor")
@@ -94,9 +94,9 @@ class Arrival:
         self.held: list[Any] = []  # sources, kept alive because their memory may not belong to torch's allocator
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies. After each wait but the last, yield a number n: the first n leaves have arrived.
+        """Wait for the copies. After each wait but the last, yield the number of leading leaves that have arrived.
 
-        If a copy fails, RuntimeError is raised once no copies are in progress.
+        If a copy fails, RuntimeError is raised after all copies have ended.
         """
         errors: list[RuntimeError] = []
         self.events.sort(key=operator.itemgetter(0))
@@ -130,7 +130,7 @@ class PinnedMemory:
         self._by_address: list[tuple[int, Any]] = []  # (address, block), sorted by address
         self._block = 0  # index of the block being filled
         self._offset = 0
-        self._needed = 0  # bytes of the current snapshot that have yet to be placed
+        self._needed = 0  # bytes of the current snapshot that have no target yet
         self._streams: dict[Any, Any] = {}
         self._last = Arrival()
 
@@ -143,7 +143,7 @@ class PinnedMemory:
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Yield the parts of a piece, each with its target. The target is pageable if no more memory can be pinned."""
+        """Yield the parts of a piece, each with its target array, which is pageable if no more memory can be pinned."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -161,7 +161,7 @@ class PinnedMemory:
             yield part, memory.view(part.array.dtype).reshape(part.array.shape)
 
     def _room(self, nbytes: int) -> int:
-        """Advance to the first block with room for at least some of the bytes; return the block's free bytes, or 0."""
+        """Advance to the first block with room for all or some of the bytes; return its free bytes, or 0 if none."""
         while True:
             if self._block == len(self._blocks) and not self._grow():
                 return 0
@@ -321,7 +321,7 @@ def _over(memory: Any, like: Any) -> Any:
 
 
 def _cut(piece: Piece, room: int) -> list[Piece]:
-    """Split a piece along its first axis longer than 1; the first part fits into `room` bytes if a row does."""
+    """Split a piece along its first axis longer than 1; the first part fits into `room` bytes if a single row fits."""
     shape = piece.array.shape
     axis = next(axis for axis, size in enumerate(shape) if size > 1)
     row = piece.array.nbytes // shape[axis]

@@ -16,7 +16,7 @@ import numpy as np
 from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, jax
 
-_EVEN = 0x3C6EF372  # even, so that the checksum's word weights are odd and any single changed word is detected
+_EVEN = 0x3C6EF372  # even, so that all weights in the checksum are odd, and a change to any single word is detected
 
 
 def is_on_several_devices(value: Any) -> bool:
@@ -28,10 +28,10 @@ def is_on_several_devices(value: Any) -> bool:
 
 
 def differing_replicas(arrays: Mapping[str, Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Given jax arrays on several devices, find those whose replicas differ bitwise between this process's devices.
+    """Find the jax arrays whose replicas on the devices of this process are not bitwise equal.
 
-    For each array found, yields its name, the devices whose replicas equal the one that a save writes, and the devices
-    whose replicas differ from it. Each device computes a checksum of its replica, and the checksums are compared.
+    For each such array, yield its name, the devices whose replicas equal the replica that a save writes, and all other
+    devices with a replica. Each device computes a checksum of its replica, and the checksums are compared.
     """
     sums: list[tuple[str, Any]] = []
     with jax.transfer_guard("allow"):

@@ -89,7 +89,7 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 
 
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
-    """Return a document with only the leaves that match patterns, and their positions in the tree.
+    """Return a document with only the leaves that match patterns, and the positions of these leaves in the tree.
 
     All other leaves are skipped without creating objects for them. Every pattern must match at least one leaf.
     """
@@ -119,7 +119,7 @@ class _Lookup:
         self._counts: dict[int, int] = {}  # number of leaves below each container, keyed by id
 
     def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
-        """Reduce a container to its matching leaves; None if it has none. ``number`` leaves precede the container."""
+        """Reduce a container to its matching leaves; None if no leaf matches. ``number`` leaves precede it."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         try:
@@ -128,7 +128,7 @@ class _Lookup:
             segments = _decode_keys(stored, "", {})[1]
             text = "\n".join(["", *segments, ""])
         wild: list[tuple[Pattern, Collection[int]]] = []
-        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # for each key that can match next, its patterns
+        literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns, keyed by the next key to match
         for pattern, positions in progress:
             keys = pattern.literal(positions)
             for entries in [wild] if keys is None else [literal.setdefault(each, []) for each in {*keys}]:
@@ -182,7 +182,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document has a value; sharing it between leaves would let a few bytes expand to many large values."""
+    """True if a document has a value; leaves must not share it, or a few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 

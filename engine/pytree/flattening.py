@@ -32,8 +32,8 @@ from .leaves import (
 )
 from .names import escape_first, escape_keys, format_path
 
-# A mapping key or an attribute name. A bool is a key of its own: documents distinguish ``True`` from 1. The elements
-# of a tuple must be keys, too; numpyro states, for example, use tuples as keys for groups of parameters.
+# A mapping key or an attribute name. Although True == 1 in Python, documents distinguish these keys. The elements of a
+# tuple must also be keys; numpyro states, for example, use tuples as keys for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
 MAX_DEPTH = 200  # maximum nesting of containers; code that walks trees, including the json module, is recursive

@@ -1,7 +1,7 @@
 """Host leaves: numpy arrays, numpy scalars and plain Python values.
 
 Numbers that fit into an array element become 0-d arrays, which every tool can read. Other Python values become JSON
-from which exactly the same value can be restored.
+that preserves them exactly.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def is_tracer(value: Any) -> bool:
 class JaxDescriber:
     """Describes the jax arrays in one tree; starts all device-to-host copies before waiting for the first one.
 
-    Arrays of at most ``pinned_bytes`` bytes in total stay in pinned memory, where a later snapshot reads them.
+    Up to ``pinned_bytes`` bytes of the copies stay in pinned memory, from which a later snapshot reads them.
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
@@ -67,7 +67,7 @@ class JaxDescriber:
         self._copies: HostCopies | None = HostCopies([part for _, part in parts], pinned_bytes)
 
     def _parts(self, value: Any) -> list[Any]:
-        """Return the single-device arrays that must be copied to save an array; none if the array was deleted."""
+        """Return the single-device arrays that must be copied to save an array; ``[]`` if the array was deleted."""
         if value.is_deleted():
             return []
         return [value] if self._sharding(value).whole else [data for _, data in _shards(value)]
@@ -110,7 +110,7 @@ class JaxDescriber:
         return leaf
 
     def _data_of(self, value: Any) -> Any:
-        """Return typed keys' data as a jax array (jax 0.5 may return numpy arrays), and other arrays unchanged."""
+        """Return the data of typed keys as a jax array (jax 0.5 may return a numpy array); keep other arrays as is."""
         if not is_key(value):
             return value
         data = jax.random.key_data(value)
@@ -279,7 +279,7 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the parts into which a sharding divides an array, in ascending order, and the processes that hold each."""
+    """Return the parts of an array with a given sharding, in ascending order, each with the processes that hold it."""
     indices = sharding.devices_indices_map(shape)
     return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
@@ -297,7 +297,7 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return the kind, stored shape, stored dtype, leaf, variant, weak flag and sharding of a template leaf."""
+    """Return a template leaf's kind, stored shape and dtype, the leaf itself, its variant, weak flag and sharding."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
@@ -405,7 +405,7 @@ def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def is_spread(sharding: Any) -> bool:
-    """True if a sharding is anything other than a single device of this process."""
+    """True if a sharding is given and no single device of this process holds the whole array."""
     return sharding is not None and not is_whole(sharding)
 
 

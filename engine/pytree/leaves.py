@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ..errors import OptionError, UnsupportedLeafError
 from .names import format_path
 
-# JSON facts about a leaf for ``tree.json``, at least its "kind". Leaves share these dicts, so never modify them.
+# JSON facts about a leaf for ``tree.json``, including at least its "kind". Leaves share these dicts; never modify them.
 Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of plain values that contain no other values
-ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in a program
+ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays in the program
 # Python number types, keyed by kind, narrowest first. Leaves of these kinds are stored as 0-d arrays.
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
@@ -34,7 +34,7 @@ STATIC = "static"  # kind of functions in jax-registered objects, stored by name
 PLACEHOLDER = "placeholder"  # kind of leaves that another library saved by name only; their value is ``...``
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of leaves without data
 
-_LANDMARKS = {  # modules that `loaded` finds, each with a name that the module has only after a complete import
+_LANDMARKS = {  # modules that `loaded` looks up, each with a name that it defines only once fully imported
     "flax.nnx": "Variable",
     "flax.training.train_state": "TrainState",
     "jax": "ShapeDtypeStruct",
@@ -133,7 +133,7 @@ class Box(NamedTuple):
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box in an array that holds the elements of an enclosing box."""
+        """Return the slices that select this box from an array of the elements of ``other``, an enclosing box."""
         return tuple(map(slice, map(sub, self.start, other.start), map(sub, self.stop, other.start)))
 
 
@@ -251,7 +251,7 @@ class Saved:
 
     @property
     def variant(self) -> str | None:
-        """The part of the type that the dtype does not express: PRNG implementation, torch dtype, or function name."""
+        """Type information that the dtype does not contain: PRNG implementation, torch dtype, or function name."""
         if self.kind == STATIC:
             return str(self.details.get("value"))
         variant = self.details.get("impl" if self.kind == "key" else "torch_dtype")
@@ -337,7 +337,7 @@ class StaticLeaf:
 
     @classmethod
     def of(cls, value: Any) -> StaticLeaf | None:
-        """Wrap a function that captures only constants; return None for other functions and all other values."""
+        """Wrap a function that captures only constants; return None for any other value."""
         name = _name_of_code(value, 0) if callable(value) else None
         return None if name is None else cls(value, name)
 
@@ -378,7 +378,7 @@ def metadata_of(saved: Saved) -> LeafMetadata:
 
 
 class ExternalLeaf:
-    """A placeholder in a loaded tree for a value that its handler has not read yet; its details are untrusted input."""
+    """A placeholder in a loaded tree for a value that a type handler has yet to read; `details` is untrusted input."""
 
     __slots__ = ("details", "handler", "name")
 

@@ -24,7 +24,7 @@ from .names import format_path
 from .template import LeafTemplate
 
 _OF_JAX = ("jax", "key")
-_STEP = 1 << 16  # elements per block that is cast and checked, small enough for the CPU cache
+_STEP = 1 << 16  # number of elements that are cast and checked at a time, few enough to fit into the CPU cache
 
 
 class CastProblem(ValueError):  # noqa: N818 - becomes one line of an error that names the leaf

@@ -93,7 +93,7 @@ def split(name: str) -> list[str]:
 
 
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module")
-"""Attributes in which torch wrappers (DDP, ``torch.compile``, Fabric, activation checkpointing) keep a module."""
+"""Attributes in which torch wrappers (DDP, ``torch.compile``, Fabric, activation checkpointing) store the module."""
 
 _WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?:\.|%2E))+")
 
@@ -138,7 +138,7 @@ class PathFilter:
     def __init__(
         self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
     ) -> None:
-        """Error messages refer to the ``exclude`` argument by the name in ``option``."""
+        """``option`` is the name by which error messages refer to the ``exclude`` argument."""
         self._select = None if select is None else compiled(select, "select")
         self._exclude = [] if exclude is None else compiled(exclude, option)
 
@@ -203,7 +203,7 @@ class Pattern:
         return {following for position in matching for following in self._next[position]}
 
     def literal(self, positions: Collection[int]) -> Collection[str] | None:
-        """Return the only keys that can match next, apart from keys with dots; None if a wildcard can match."""
+        """Return the literal keys that can match next, ignoring keys with dots; None if a wildcard can match."""
         keys = [self._texts[position] for position in positions if position < len(self._texts)]
         return None if any(set(key) & _WILD for key in keys) else keys
 

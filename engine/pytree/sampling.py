@@ -24,7 +24,7 @@ from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # maximum number of elements to read from each leaf
-_ON_DEVICES = 64  # maximum number of jax leaves per device; XLA takes about 8 ms to compile the gather for each
+_ON_DEVICES = 64  # maximum number of sampled jax leaves per device; XLA takes about 8 ms to compile the gather for each
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -58,7 +58,7 @@ class Samples:
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """Return, for each leaf, a digest (0 if unreadable) and the values of ``shown`` of the sampled elements."""
+        """Return, for each leaf, a digest (0 if unreadable) and ``shown`` sampled values."""
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
@@ -83,7 +83,7 @@ class _View(NamedTuple):
 
     facts: tuple[Any, ...]  # results of the functions that `_facts` returns
     address: int
-    part: Any  # a numpy array if numpy has the dtype, else a tensor; None at the first sample
+    part: Any  # the view, a numpy array if numpy has the dtype, else a tensor; None until the second sample
 
 
 class _Runs(NamedTuple):
@@ -353,7 +353,7 @@ def _layout(counts: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[np.uint64], 
 
 
 def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Return a nonzero digest of the bits of each run of elements; a single number is first converted to 64 bits."""
+    """Return a nonzero digest of each run's bits; a run of one number is first converted to 64 bits."""
     if flat.dtype.kind == "c":
         flat, counts = flat.view(flat.real.dtype), tuple(2 * count for count in counts)
     if flat.dtype.itemsize not in _WIDTHS:

@@ -108,7 +108,7 @@ def _python_facts(value: Any) -> TemplateFacts:
 
 
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
-    """Return how a template leaf differs from the saved leaf, or None if it fits. Nothing is cast silently.
+    """Return how a template leaf differs from the saved leaf, or None if the two match. Nothing is cast silently.
 
     Arrays of numpy, jax and torch match each other if their shapes and dtypes are equal. A Python number matches a 0-d
     array or numpy scalar of the same kind; whether its value fits is checked after it has been read.
@@ -165,7 +165,7 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
 
 
 def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
-    """Return the template, with casting enabled if the dtypes differ but have the same kind (int, float, complex)."""
+    """Return the template; enable casting if the dtypes differ but are of the same kind (int, float or complex)."""
     if saved is None or saved.dtype is None or template.dtype is None or template.kind == "key":
         return template
     number = number_kind(saved.dtype)
@@ -175,7 +175,7 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
 
 
 def _castable(saved: str | None, wanted: str | None) -> bool:
-    """True if numbers of one kind can be cast to another kind on request; imaginary parts are never dropped."""
+    """True if numbers of one kind may be cast to another; a complex number is not cast to a real one."""
     return saved is not None and wanted is not None and (saved != "complex" or wanted == "complex")
 
 
@@ -237,7 +237,7 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Return a template for a saved leaf as changed by a request; used if the given template has no array for it."""
+    """Return a template with the requested properties for a saved leaf that has no array in the given template."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
@@ -290,8 +290,8 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # ---- leaf types of the initial state of a run, and their effect when the run resumes
 #
 # Leaf types may change during training: the first jitted step turns a Python number into a weakly typed jax array, an
-# optimizer turns an int into float32, a list grows. After a restart, the program creates a fresh state, whose types may
-# therefore differ from the saved types. So a checkpoint also records the types of the first fresh state. If the new
+# optimizer turns an int into float32, or a list grows. After a restart, the program creates a fresh state, whose types
+# may differ from the saved types. Therefore, a checkpoint also records the types of the first fresh state. If the new
 # fresh state has the same types, the program is unchanged, and every leaf is restored as it was saved: as an array or a
 # number, weakly typed or not, with its dtype and shape. If the types differ, the program has changed.
 
@@ -325,7 +325,7 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit treats both types alike: a numpy and a jax array, for example, or a float and a weak scalar."""
+        """True if jit treats both types alike, for example a numpy and a jax array, or a float and a weak scalar."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
@@ -348,7 +348,7 @@ class LeafType(NamedTuple):
 
 
 class FreshTypes:
-    """The leaf types of a fresh state. ``roots`` lists its root keys if the saved tree may have others as well."""
+    """The leaf types of a fresh state. ``roots`` lists the state's root keys if the saved tree may have more."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ class FreshTypes:
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return a list with the reason why a resume cannot rebuild a grown tree; the list is empty if it can."""
+        """Return a one-element list with the reason why a resume cannot rebuild a grown tree, or ``[]`` if it can."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -446,7 +446,7 @@ def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> Le
 
 
 def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
-    """Return a template that restores a leaf as it was saved, as an array of the same library."""
+    """Return a template that restores a leaf as it was saved; ``kind``, if given, replaces the saved kind."""
     kind = kind or saved.kind
     if kind == STATIC:
         raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: create it there")

@@ -44,7 +44,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors in one tree; ``later`` leaves copies from devices to the next snapshot where possible."""
+    """Describes the tensors in one tree; ``later`` defers copies from devices to the next snapshot if possible."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
@@ -80,7 +80,7 @@ class TorchDescriber:
         return ArrayLeaf.of(array, details, volatile=volatile)
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
-        """Describe a DTensor by its part in this process and the processes that hold each part."""
+        """Describe a DTensor: the part in this process, and the processes that hold each part."""
         sharding = self._sharding(value)
         array, volatile, encoding = self._array(value, _local(value))
         shape, parts = sharding.shape, sharding.parts()
@@ -104,7 +104,7 @@ class TorchDescriber:
         """Return the sharding of a DTensor over all processes that hold it, including processes outside its submesh."""
         # If the DTensors of a tree span two axes of a mesh, such as one for tensor parallelism and one for FSDP2, a
         # parameter that spans only one axis is replicated along the other. Along an axis that no DTensor spans, such as
-        # the stages of a pipeline, each index may have different parameters.
+        # the stages of a pipeline, processes may hold different parameters.
         sharding, location = sharding_of(value), _axes_in_root(value.device_mesh)
         more = () if location is None else tuple(sorted(self._axes.get(location[0], set()) - location[1]))
         if location is None or not more:
@@ -242,7 +242,7 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
-    """True if tensors match the facts of earlier tensors of the same types, are contiguous and have memory."""
+    """True if tensors match the facts of earlier tensors of the same types, are contiguous and are backed by memory."""
     # A dispatch mode, such as FakeTensorMode, may intercept the copy.
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -290,7 +290,7 @@ def is_dense(tensor: Any) -> bool:
 
 
 def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
-    """Return a tensor with the elements of an array; if ``copy`` is false, the two share memory."""
+    """Return a tensor with the elements of an array; if ``copy`` is false, the tensor and the array share memory."""
     name = torch_name(array.dtype)
     if name is None:
         raise TypeError(f"torch has no elements of type {array.dtype}")
@@ -298,7 +298,7 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return the kind, stored shape, stored dtype, leaf and variant of a template leaf."""
+    """Return a template leaf's kind, stored shape and dtype, the leaf itself, and its variant."""
     if not value.is_meta:
         _check(value)
     encoding = encoding_of(value.dtype)
@@ -560,7 +560,7 @@ def _mesh(mesh: Any) -> Mesh:
 def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
     """Return a mesh's root and the root axes that it covers fully; None if it covers some axis only partly."""
     if mesh not in _roots:
-        get = getattr(mesh, "_get_root_mesh", None)  # a module-level function in earlier torch versions
+        get = getattr(mesh, "_get_root_mesh", None)  # a method of `_mesh_resources` in earlier torch versions
         root_mesh = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
         root, processes = _mesh(root_mesh), _mesh(mesh).processes
         _roots[mesh] = None

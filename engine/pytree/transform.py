@@ -345,7 +345,7 @@ def has_values(leaf: Any) -> bool:
 
 
 def _explained(function: Callable[[], Any], option: str, path: str) -> Any:
-    """Call a user function; add a note naming the transformation's key to any exception."""
+    """Call a user function; if it fails, add a note with the transformation's key to the exception."""
     try:
         return function()
     except Exception as error:
@@ -369,8 +369,8 @@ class _Rule:
 @dataclass(frozen=True, slots=True)
 class _Match:
     rule: _Rule
-    path: str  # path that matches the rule's key, either of the leaf or of a container above it
-    rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
+    path: str  # path of the leaf or of a container above it, whichever matches the rule's key
+    rest: str  # the leaf's path relative to ``path``, such as ``Dense_0/kernel``; empty if ``path`` is the leaf
     source: str  # path of the leaf's value in the original tree, such as ``params/Dense_0/kernel``
 
 
@@ -450,7 +450,7 @@ def _rule(key: str, transform: Transform) -> _Rule:
 
 
 def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
-    """Return a rule's match for the leaf at ``path``. Its key matches ``target``, which is ``path`` or above it."""
+    """Match the leaf at ``path`` to a rule whose key matches ``target``: the leaf itself or a container above it."""
     source, original_key = target, rule.transform.original_key
     if original_key is not None:
         match = match or re.fullmatch(re.escape(target), target)

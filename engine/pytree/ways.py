@@ -1,7 +1,7 @@
 """Finds the access paths of a state's leaves once, so that chosen leaves can be looked up at every step.
 
 An access path ("way") is a chain of keys and attributes. It leads to the current leaf, whether a training step creates
-a new immutable tree or changes a module in place. Nothing is written, and no methods of the objects are called.
+a new immutable tree or changes a module in place. This module neither changes objects nor calls their methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .jax_leaves import is_key
 from .leaves import PLAIN, is_jax_array, is_torch_tensor, library_of, loaded, nnx, torch
 
 MISSING: Any = object()
-"""The result of following a way whose entry or attribute no longer exists."""
+"""The result of following an access path whose entry or attribute no longer exists."""
 
 _MOST_NODES = 60_000  # maximum number of objects and leaves to visit
 _MOST_ATTRIBUTES = 4_000
@@ -49,12 +49,12 @@ class _Child(NamedTuple):
     get: _Get
     key: Any
     value: Any
-    parameter: tuple[int, int] | None = None  # (group, index) of the parameter to whose optimizer state the key belongs
+    parameter: tuple[int, int] | None = None  # (group, index) of the parameter whose optimizer state contains the key
 
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """An access path, stored as its last step and the path that precedes this step (None for the root)."""
+    """An access path, stored as its last step and the path before this step (None for the root)."""
 
     parent: _Way | None
     get: _Get
@@ -66,7 +66,7 @@ class _Way:
         return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if the access path needs an entry that a dictionary has lost. Lists and optimizer state may shrink."""
+        """True if a dictionary has lost an entry on the access path; lists and optimizer state may shrink."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
@@ -99,7 +99,7 @@ class _Route:
         return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
-        """Follow the access paths from a root; return the values at the ends of paths and prefixes, keyed by path."""
+        """Follow the access paths from a root; return the value at the end of each path and prefix, keyed by path."""
         return dict(zip(self._numbers, self._values(root), strict=True))
 
     def _values(self, root: Any) -> list[Any]:
@@ -316,7 +316,7 @@ def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     return frozenset(name for cls in classes for name in vars(cls()))
 
 
-# Attributes of torchmetrics' metrics and collections that the next call or compute() overwrites.
+# Attributes of torchmetrics metrics and collections that are overwritten by the next call or compute().
 _CACHES = {"_computed", "_forward_cache", "_groups", "_groups_checked", "_state_is_copy"}
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # prefixes of library-internal names
 

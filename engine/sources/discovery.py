@@ -1,8 +1,8 @@
 """Finds the checkpoint or the directory of steps that a path refers to, written by holdfast or another library.
 
 All interfaces list a directory with :func:`find_steps`, which returns the steps that holdfast wrote or, if there are
-none, the steps of another library. ``engine/steps.py`` defines the rules for holdfast's steps. For other libraries, the
-format defines which steps belong together; the newest step is the one recorded as such by the writer, or the highest.
+none, the steps of another library. ``engine/steps.py`` defines the rules for holdfast's steps. In other formats, the
+format module groups the steps; the newest is the step that the writer recorded as the newest, or else the highest.
 
 To add another library's format, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
 below, which is the only code in the engine that names packages built on the engine. The module is imported only when a
@@ -185,7 +185,7 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have any."""
+    """Return whether a run has no steps in its directory; raise CheckpointExistsError if only other runs have steps."""
     # If this run has ``begun``, files in another library's format may come from a second callback in the same program,
     # such as Lightning's ModelCheckpoint. Single checkpoints from hf.save or Checkpoint.save do not count as runs.
     all_steps = find_steps(location)
@@ -259,7 +259,7 @@ def find_step(location: Location, step: int | None) -> StepEntry:
 
 
 def _part_of(location: Location) -> str:
-    """If a path is an item or per-process tree, return text that names its checkpoint; return "" for other paths."""
+    """Return text that names the checkpoint to which an item or per-process tree belongs, or "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():
@@ -269,7 +269,7 @@ def _part_of(location: Location) -> str:
 
 
 def is_run(location: Location) -> bool:
-    """Return whether a path could be a directory of steps, that is, whether it is not a checkpoint from any library."""
+    """Return whether a path could be a directory of steps; False if it is a checkpoint of any library."""
     return not has_record(location) and not is_foreign(location)
 
 

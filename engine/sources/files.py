@@ -82,7 +82,7 @@ def last_bytes(location: Location, count: int) -> bytes:
 
 
 def tree_to_convert(checkpoint: CheckpointSource, item: str) -> TreeSource:
-    """Open a tree; raise DamagedCheckpointError if a checksum of its files differs, even one that reading skips."""
+    """Open a tree; raise DamagedCheckpointError if a file fails a checksum, even one that loading does not verify."""
     tree = checkpoint.tree(item)
     if damage := [f"{problem.file}: {problem.what}" for problem in tree.check_files()]:
         raise DamagedCheckpointError(itemized(f"{checkpoint.location} is damaged; convert another checkpoint:", damage))

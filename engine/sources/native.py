@@ -145,7 +145,7 @@ def open_at(location: Location) -> CheckpointSource:
     """Open the checkpoint at a location returned by :func:`find_checkpoint`."""
     if has_record(location):
         return NativeCheckpoint(location)
-    return recognise(location) or NativeCheckpoint(location)  # the latter raises an error about the missing record
+    return recognise(location) or NativeCheckpoint(location)  # without a commit record, the latter raises an error
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:

@@ -1,4 +1,4 @@
-"""``hf.open``, which opens a checkpoint as a tree of array handles. Indexing a handle reads only selected elements."""
+"""``hf.open``, which opens a checkpoint as a tree of array handles. Indexing a handle reads the selected elements."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class CheckpointSource(Protocol):
             raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
-        """Return the name of the requested or only tree. If there are several, raise an error ending with ``how``."""
+        """Return the name of the requested or only tree; if there are several, raise an error ending with ``how``."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)
         if item is not None and item not in trees:
             raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")

@@ -76,7 +76,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Build a tree document from (path, leaf number or empty container) pairs, and list the numbers in tree order."""
+    """Build a tree document from paths and their leaf numbers or empty containers; list the numbers in tree order."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -125,7 +125,7 @@ def rooted(source: TreeSource, root: str | None) -> TreeSource:
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Omit leaves of which only the name was saved; return the tree, and a line of text for each omitted leaf."""
+    """Omit leaves that were saved by name only; return the tree, and a line of text for each omitted leaf."""
     left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
@@ -158,7 +158,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 _logger = logging.getLogger("holdfast")
 
 _AMPLIFICATION = 16  # maximum ratio of array sizes to file sizes; the ratio exceeds 1 if arrays share memory
-_SMALL = 64 << 20  # total size in bytes of arrays that are accepted regardless of file sizes
+_SMALL = 64 << 20  # additional bytes of arrays that are accepted regardless of file sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class StoredPart:
     shape: tuple[int, ...]  # number of elements along each axis
     file: str  # path of the file inside the tree's location; ``""`` if the location is the file itself
     offset: int  # offset of the first byte
-    length: int  # number of bytes from the first element to the last
+    length: int  # number of bytes from the start of the first element to the end of the last
     dtype: np.dtype[Any]  # dtype of the stored elements, including their byte order
     strides: tuple[int, ...] | None = None  # stride along each axis, in elements; None for C order without gaps
     # A function that compares the bytes with a checksum, or None if the file has no checksum for exactly these bytes.
@@ -180,7 +180,7 @@ class StoredPart:
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the part inside a box, or the whole part if encoded or with a checksum; None if nothing is inside."""
+        """Return the part limited to a box, or all of it if it is encoded or has a checksum; None if it is outside."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
@@ -480,7 +480,7 @@ def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Mark a range for copying if it overlaps an earlier one in its file, because arrays must not share memory."""
+    """Mark ranges that overlap an earlier range in the same file for copying, because arrays must not share memory."""
     marked: list[Range] = []
     file, end = "", 0
     for place in ranges:

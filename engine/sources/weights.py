@@ -1,4 +1,4 @@
-"""Loads a model's weights from any checkpoint, finding their container by the names of the weights."""
+"""Loads a model's weights from any checkpoint, after finding the container whose leaf names match the model's."""
 
 from __future__ import annotations
 
@@ -169,5 +169,5 @@ def _candidates(
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
-            # Prefer containers that share many names with the template and, if tied, those with few other names.
+            # Prefer containers with the most names from the template and, if tied, with the fewest other names.
             yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)
