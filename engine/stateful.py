@@ -5,7 +5,7 @@ An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, 
 (CLU's iterators over tf.data), or if it is a random generator of numpy or the standard library. A Ray actor handle is
 stateful if the actor has these methods. ``hf.resumable`` and ``hf.skip_to`` make loaders stateful. :func:`state_of`
 returns the state as a tree of containers, arrays and plain values, and :func:`restore_state` restores it from a tree
-that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` converts these trees.
+that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` encodes and decodes the trees.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _methods(obj: object) -> tuple[str, str] | None:
         return None
     for getter, setter in METHODS:
         methods = getattr(obj, getter, None), getattr(obj, setter, None)
-        # A Ray actor handle has attributes with the names of its methods, but only their .remote() can be called.
+        # A Ray actor handle has an attribute for each method, but only the attribute's .remote() can be called.
         if all(callable(method) and not hasattr(method, "remote") for method in methods):
             return getter, setter
     return None

@@ -184,7 +184,7 @@ def _read(file: Location) -> Added | None:
 S = TypeVar("S")
 T = TypeVar("T")
 
-RECORD_LIMIT = 256 << 20  # size limit in bytes of a commit record, which is small because it lists files, not leaves
+RECORD_LIMIT = 256 << 20  # size limit in bytes of a commit record; records are small: they list files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield step folders, committed or not; zero-padded names only if ``padded`` or the marker folder PADDED exists."""
+    """Yield step folders, committed or not; skip zero-padded names unless ``padded`` or the folder PADDED exists."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:

@@ -75,7 +75,7 @@ class Recorder:
         self._begun = self.attributes = self._attributes(seen)  # attributes at the start and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step (k = 0 for a save). Reuse samples from ``same``, a record of the same step."""
+        """Begin the record of a step (k = 0 for a save). ``same``, a record of this step, may supply the samples."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # Choose leaves again: the first steps create new leaves, such as optimizer state; later steps rarely do.
@@ -275,7 +275,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # if positions differ too, the loaders have moved; if not, loader states are incomplete
+    if "batch" in differs:  # if positions differ as well, the loaders have moved; if not, their states are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""

@@ -468,7 +468,7 @@ def _says_gone(error: Exception) -> bool:
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the secrets in options: all values of options with secret names, and the passwords in URLs."""
+    """Yield the secrets in options: the values of options whose names suggest secrets, and the passwords in URLs."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)

@@ -184,7 +184,7 @@ class Location:
 
     Locations are immutable, comparable and hashable, and they need not exist. Methods raise only errors from
     ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods that
-    are also methods of ``pathlib.Path`` raise the same errors, so handlers written for local paths work with locations.
+    also exist in ``pathlib.Path`` raise the same errors as ``pathlib``, so handlers for local paths work as well.
 
     In a rehearsal (``holdfast drill``), methods that modify data raise StateError unless the location was returned by
     ``as_location(place, writes=True)``.
