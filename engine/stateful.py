@@ -5,7 +5,7 @@ An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, 
 (CLU's iterators over tf.data), or if it is a random generator of numpy or the standard library. A Ray actor handle is
 stateful if the actor has these methods. ``hf.resumable`` and ``hf.skip_to`` make loaders stateful. :func:`state_of`
 returns the state as a tree of containers, arrays and plain values, and :func:`restore_state` restores it from a tree
-that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` converts these trees.
+that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` encodes and decodes the trees.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_stateful(obj: object) -> bool:
 
 
 def is_stream(obj: object) -> bool:
-    """Return whether an object has a separate state in each process, as data iterators do and schedulers do not."""
+    """Return whether an object's state differs between processes: true for data iterators, false for schedulers."""
     methods = _methods(adapted(obj))
     if methods is None:
         return is_generator(obj) or _writes_files(obj)
@@ -139,7 +139,7 @@ def _methods(obj: object) -> tuple[str, str] | None:
         return None
     for getter, setter in METHODS:
         methods = getattr(obj, getter, None), getattr(obj, setter, None)
-        # A Ray actor handle has attributes with the names of its methods, but only their .remote() can be called.
+        # A Ray actor handle has an attribute for each method, but only the attribute's .remote() can be called.
         if all(callable(method) and not hasattr(method, "remote") for method in methods):
             return getter, setter
     return None
@@ -148,7 +148,7 @@ def _methods(obj: object) -> tuple[str, str] | None:
 # ---- Ray actors
 
 
-_STILL_WAITING = 20.0  # seconds until the first log message about an unresponsive actor; doubled each time
+_STILL_WAITING = 20.0  # seconds until the first warning about an unresponsive actor; doubled after each warning
 
 
 class ActorState:
@@ -170,7 +170,7 @@ class ActorState:
         return ()
 
 
-_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by handle; all handles of an actor are equal
+_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # keyed by handle; handles of one actor are equal
 
 
 def adapted(obj: object) -> Any:
@@ -189,7 +189,7 @@ def is_actor(obj: object) -> bool:
 
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
-    """Return the result of an actor call, logging warnings as long as the actor does not respond."""
+    """Return the result of an actor call, logging warnings while the actor does not respond."""
     ray: Any = sys.modules["ray"]  # already imported, because a handle exists
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
@@ -215,7 +215,7 @@ def _writes_files(obj: object) -> bool:
 
 
 def _takes_one(method: object) -> bool:
-    """Return whether a method accepts one argument, such as a path, unlike a ``save`` that returns the state."""
+    """Return whether a method accepts one argument, such as a path; a ``save`` that returns the state does not."""
     if not callable(method):
         return False
     try:
@@ -265,13 +265,13 @@ _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSam
 class _LoaderState(dict[str, Any]):
     """A restored state from which a torchdata loader starts its next iterator."""
 
-    # The program sets the epoch before the iterator starts. The iterator and its sampler draw a seed and an order that
-    # were already drawn before the stop, so generators are reset when the iterator reads the last part of the state.
+    # A new iterator and its sampler draw a seed and an order that the saved run had already drawn. Therefore, the
+    # generators are reset only when the iterator reads the last key of the state, after the program has set the epoch.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
         self.saved = saved  # the state from the checkpoint; saves store it unchanged until an iterator has started
-        self.has_reported = False  # whether a step was reported after the restore
+        self.has_reported = False  # whether a step has been reported since the restore
         self._begun: Callable[[], object] | None = begun
 
     def __getitem__(self, key: str) -> Any:
@@ -298,8 +298,8 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a torchdata loader. Return a note for users about their next loop over it, or ""."""
-    # The global generators are reset once the next loop has started, unless a step is reported before it starts.
+    """Restore the position of a torchdata loader. Return a note for users about the next loop, or ""."""
+    # The next loop resets the global generators when it starts, unless a step has been reported by then.
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators
         loader_state, generators = state[_OWN_STATE], state[_GENERATORS]
@@ -311,7 +311,7 @@ def restore_loader(
     if has_states := any(map(_methods, samplers_of(loader))):
         generators = {name: saved for name, saved in generators.items() if "sampler." not in name}
     current = generators_of(loader)
-    if unknown := generators.keys() - current.keys():  # for example, generators that earlier versions detected
+    if unknown := generators.keys() - current.keys():  # an earlier version may have detected more generators
         _logger.warning(
             "a %s was saved with generators that it does not show, and that stay as the program has set them: %s. If "
             "its batches depend on them, pass them as extras beside it, such as rng=dataset.rng",
@@ -415,5 +415,5 @@ def check_window(name: str, obj: object) -> None:
 
 
 def _is_of_grain(cls: type) -> bool:
-    # Ignore Grain's protocol `Operation`, because operations defined in the program derive from it as well.
+    # Ignore Grain's protocol `Operation`, because user-defined operations also derive from it.
     return cls.__module__.startswith("grain.") and cls.__name__ != "Operation"

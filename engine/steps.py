@@ -5,12 +5,12 @@ A step's folder is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``,
 exists. The steps that share a prefix form a *series*: a manager uses the series of its ``step_prefix``, and functions
 that take only a directory see all series. :func:`newest_step` defines the newest step:
 
-- within a series, it is the highest step, because clocks differ and jump;
-- across series, it is the most recently committed of the highest steps, because series number steps independently.
+- within a series, it is the highest step, because times are unreliable: clocks differ and may jump;
+- across series, it is the most recently committed of the highest steps, because each series has its own numbering.
 
-Another program, such as an evaluator, may add metrics to a step during the run. Instead of changing files of the run,
-it adds a file ``metrics/<step>.<token>.json`` to the directory each time. The file identifies the checkpoint, not just
-the step, so metrics of the old checkpoint are ignored if the run goes back and saves the step again.
+Another program, such as an evaluator, may add metrics to a step during the run. Each time, it adds a new file
+``metrics/<step>.<token>.json`` to the directory instead of changing the run's files. The file identifies the
+checkpoint, not just the step, so old metrics are ignored if the run goes back and replaces the checkpoint of the step.
 Functions that read the steps of a directory merge these metrics into the commit records.
 """
 
@@ -184,7 +184,7 @@ def _read(file: Location) -> Added | None:
 S = TypeVar("S")
 T = TypeVar("T")
 
-RECORD_LIMIT = 256 << 20  # size limit in bytes of a commit record, which is small because it lists files, not leaves
+RECORD_LIMIT = 256 << 20  # size limit in bytes of a commit record; records are small: they list files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
@@ -296,7 +296,7 @@ def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> No
 
 
 _ATTEMPTS = 10  # maximum number of attempts to read a commit record that a store lists but does not return
-_MANY = 64  # number of steps above which records are read on several threads
+_MANY = 64  # minimum number of steps for reading commit records in several threads
 
 
 class StepEntry(NamedTuple):
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Yield step folders, committed or not; zero-padded names only if ``padded`` or the marker folder PADDED exists."""
+    """Yield step folders, committed or not; skip zero-padded names unless ``padded`` or the folder PADDED exists."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -352,7 +352,7 @@ def list_steps(
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Use several threads to read many small files even from a disk, because they may not be in the page cache.
+    # Use several threads to read many small files even from a disk, because the files may not be in the page cache.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
@@ -423,8 +423,8 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # A proxy's response may lead TensorStore to report that an S3 object is missing. Alternatively, the step
-            # may have been deleted after the snapshot was taken.
+            # A proxy's response may make TensorStore report an existing S3 object as missing, or the step may have been
+            # deleted after the snapshot was taken.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(
@@ -435,7 +435,7 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or the error that makes it unusable, to a folder's entry; None if there is no record."""
+    """Return a folder's entry with the commit record or, if that is unusable, the error; None if there is no record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -481,7 +481,7 @@ def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, Fi
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return an entry for each file that exists; its size is None if the file's status cannot be read."""
+    """Return an entry for each file that exists; the entry has no size if the file's status cannot be read."""
     root, entries = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:

@@ -7,7 +7,7 @@ import os
 import select
 
 STREAMS = {0: "stdin", 1: "stdout", 2: "stderr"}
-"""The standard streams by file descriptor."""
+"""Names of the standard streams, keyed by file descriptor."""
 
 
 def silence_lost_streams() -> list[str]:

@@ -37,10 +37,10 @@ _LEAVES = 128
 _GRADIENTS = 4  # number of gradients to record; a few suffice, because losing accumulated gradients changes all of them
 _NUMBERS = 768  # number of elements whose values are recorded to measure differences
 _FULL = 32 << 20  # maximum total size in bytes of the leaves that are summed in full
-# Metrics whose names contain these words measure the machine, not the run.
+# Metrics whose names contain these words describe the machine rather than the training, and are not compared.
 _TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
 _TIMES |= {"speed", "fps", "throughput", "memory"}
-_LOSS, _UPDATE = 1e-4, 1e-2  # maximum relative differences of metrics and updates due to rounding on another processor
+_LOSS, _UPDATE = 1e-4, 1e-2  # largest relative differences of metrics and of updates that rounding may explain
 _SHOWN = 3
 
 
@@ -52,7 +52,7 @@ class Seen:
     root: Any  # the state, and the arrays and numbers that are saved with it, keyed by name
     objects: Mapping[str, Any] = field(default_factory=dict)  # objects whose attributes may explain a difference
     generators: Mapping[str, Any] = field(default_factory=dict)  # snapshots of random generator states, by name
-    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states such as positions, by name
+    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as positions, by name
     batch: Any = None
     checksums: Mapping[str, int] = field(default_factory=dict)  # checksum of each loader's latest batch
     metrics: Mapping[str, Any] | None = None
@@ -71,14 +71,14 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
-        self._generators: dict[str, tuple[Any, int]] = {}  # each generator's last tuple state, and its checksum
+        self._generators: dict[str, tuple[Any, int]] = {}  # last state of each Python generator, with its checksum
         self._begun = self.attributes = self._attributes(seen)  # attributes at the start and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step (k = 0 for a save). If ``same`` already records it, try to reuse its samples."""
+        """Begin the record of a step (k = 0 for a save). ``same``, a record of this step, may supply the samples."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
-        # Choose leaves again, because the first steps of a run create new ones, such as optimizer state; later, few do.
+        # Choose leaves again: the first steps create new leaves, such as optimizer state; later steps rarely do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
@@ -170,7 +170,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the remaining records, at the next save or the end of the run. In an object store, replace the file."""
+        """Write the remaining records; called at the next save and at the end of the run."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -229,7 +229,7 @@ class Records:
     total: int = 0  # number of leaves in the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # records, keyed by number of step reports after the save
     why: str = ""  # reason why there are no records
-    key: Mapping[str, Any] = field(default_factory=dict)  # values that must match for a comparison, and the processor
+    key: Mapping[str, Any] = field(default_factory=dict)  # the processor, and settings that must match for a comparison
     lines: tuple[str, ...] = ()
     place: Location | None = None
 
@@ -239,7 +239,7 @@ def file_name(process: int) -> str:
 
 
 def read_records(folder: Location, process: int, checkpoint: str) -> Records:
-    """Read the records of a checkpoint. The result is empty unless an intact file belongs to this checkpoint."""
+    """Read the records of a checkpoint. The result is empty if they are missing, damaged or from another checkpoint."""
     try:
         content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
@@ -275,7 +275,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # if positions differ too, the loaders have moved; if not, loader states are incomplete
+    if "batch" in differs:  # if positions differ as well, the loaders have moved; if not, their states are incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
@@ -295,7 +295,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that a layer has in both records, and those that differ. Ignore metrics of the machine."""
+    """Return the names common to both records of a layer, and the names with different values; skip machine metrics."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Entries that consist of a digest and a value are compared by their digests.
@@ -308,7 +308,7 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the largest relative difference in metrics and updates at k = 1; None if it is too large for rounding."""
+    """Return the largest relative difference in metrics and updates at k = 1; None if rounding cannot explain it."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
     differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
     before, old, new = (_values(record) for record in (first, saved, now))
@@ -322,7 +322,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return the attributes that differ from the record, with both values and whether the attribute keeps changing."""
-    # Ignore an attribute that is missing now unless it keeps changing: the first steps may set it once, like a cache.
+    # Ignore a missing attribute unless it keeps changing: like a cache, it may be set once during the first steps.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -346,12 +346,12 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
 
 
 def is_time(name: str) -> bool:
-    """Return whether a metric's name suggests that it measures the machine, in which case comparisons ignore it."""
+    """Return whether a metric's name suggests that it describes the machine; comparisons ignore such metrics."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> dict[str, Any]:
-    """Return the gradients of the trained leaves by name, or of all leaves if there is no optimizer."""
+    """Return the gradients of the trained leaves (all leaves if there is no optimizer), keyed by name."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}
@@ -365,7 +365,7 @@ def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> di
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return the leaves that a record sums in full. If they are too large together, the selection rotates with k."""
+    """Return the leaves that a record sums in full. If their total size is too large, the selection rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     chosen, left = {}, _FULL

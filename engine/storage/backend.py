@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     # Length in bytes; None for a directory or a broken symlink, or if the store does not list sizes.
     size: int | None = None
     links: int = 1  # number of hard links to the file; deleting the last one frees its space
-    identity: tuple[int, int] | None = None  # shared by all hard links to a file; None if not looked up
+    identity: tuple[int, int] | None = None  # device and inode, equal for all hard links to a file; None if unknown
 
 
 class Segment(NamedTuple):
@@ -31,7 +31,7 @@ class Segment(NamedTuple):
     # Called once, in one thread. Yields one-dimensional uint8 arrays that add up to ``size`` bytes, preferably of at
     # most 1 MiB each. Each array is copied or sent before the next one is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    lasting: bool = False  # whether the parts stay unchanged until the file is written; if so, no copy is needed
+    lasting: bool = False  # whether the arrays stay unchanged until the file is written, so that no copy is needed
 
 
 class DataFile(NamedTuple):
@@ -46,7 +46,7 @@ class FileIdentity(NamedTuple):
     inode: int
     size: int  # length in bytes
     modified: int  # mtime in nanoseconds
-    changed: int  # ctime in nanoseconds; cannot be set by programs, and also changes with links and permissions
+    changed: int  # ctime in nanoseconds; programs cannot set it; also changes with links and permissions
 
 
 class DataReader(Protocol):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096  # alignment in bytes that direct I/O requires for memory, offsets and lengths
 
-HUGE_PAGE = 2 << 20  # size of a huge page in bytes on common 64-bit systems; elsewhere, only used as an alignment
+HUGE_PAGE = 2 << 20  # size of a huge page in bytes on common 64-bit systems; elsewhere, used only as an alignment
 
 _SMALLEST_MAPPING = 256 << 10
 

@@ -57,7 +57,7 @@ _MOST_BLOCKS = 10_000  # maximum number of blocks per object in S3 and Google Cl
 _PIECE = 4 << 20  # minimum chunk size in bytes when a range is streamed
 
 _LIST_PAGE = 1000  # number of names per page of a service's listing
-_CONFLICTS = 5  # maximum number of attempts at a conditional request while S3 responds with 409 to ask for a retry
+_CONFLICTS = 5  # maximum number of attempts at a conditional request; S3 responds with 409 to ask for a retry
 _ANONYMOUS = 60.0  # seconds to wait before looking for credentials again if none were found
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
@@ -93,7 +93,7 @@ class CloudBackend(ObjectStoreBackend):
     """A bucket or container of a cloud service, accessed through obstore. Each service has its own subclass."""
 
     extra: ClassVar[str]  # the holdfast extra that installs the packages
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages that are always required from the optional extra
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra that the service always needs
     variables: ClassVar[tuple[str, ...]]  # uppercase prefixes of the environment variables that configure the service
     secrets: ClassVar[re.Pattern[str]]  # matches uppercase names of variables whose values are sent in HTTP headers
     is_conditional: ClassVar[bool] = True  # whether the service is known to support conditional writes
@@ -105,7 +105,7 @@ class CloudBackend(ObjectStoreBackend):
         self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of the same bucket
         self._bucket = root.partition("://")[2]
         # Snapshots of this backend are shallow copies, so they share the following objects.
-        self._stores: dict[bool, tuple[float, Any]] = {}  # expiry time and store, by value of ``once`` (see connect)
+        self._stores: dict[bool, tuple[float, Any]] = {}  # expiry time and store, keyed by ``once`` (see connect)
         self._opening = Lock()
         self._lacks = set(self.lacks)
 
@@ -158,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes filled in the first array
+            left, filled = [part for part in memory if part.size], 0  # arrays to fill; bytes filled in the first one
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -318,7 +318,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Test each service once by creating the same object twice. If it ignores conditions, both writes succeed.
+        # Test each service once: if it ignores conditions, creating the same object twice succeeds both times.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:

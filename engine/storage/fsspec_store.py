@@ -160,8 +160,8 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
     """Return a name for a file system and a description that only equal file systems share."""
-    # If the options contain no secrets, the name is the same in all processes. Otherwise, it is random: a hash that
-    # includes secrets could reveal them, and without secrets, the same hash could name other files in another process.
+    # If the options contain no secrets, the name is the same in all processes. Otherwise, the name is random: a hash of
+    # the secrets could reveal them, and a hash of the other options alone could name a different file system elsewhere.
     secrets: list[str] = []
     try:
         description = repr((_described(filesystem, secrets), prefix))
@@ -398,7 +398,7 @@ class FsspecBackend(ObjectStoreBackend):
             # A forked child cannot use the fsspec connections and threads of its parent.
             if self._connected is None or self._connected[0] != os.getpid():
                 fs, prefix = self._connect()
-                # Of the synchronous file systems, only pyarrow's may be used by several threads at once.
+                # Only asynchronous file systems and pyarrow's may be used by several threads at once.
                 together = getattr(fs, "async_impl", False) or _is_arrow(fs)
                 lock: Any = contextlib.nullcontext() if together else threading.Lock()
                 self._connected = (os.getpid(), fs, prefix, lock)
@@ -468,7 +468,7 @@ def _says_gone(error: Exception) -> bool:
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the secrets in options: all values of options with secret names, and the passwords in URLs."""
+    """Yield the secrets in options: the values of options whose names suggest secrets, and the passwords in URLs."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)

@@ -42,7 +42,7 @@ THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # number of bytes that a thread collects for each write
 
-# Bytes per write to the page cache. Larger writes get huge pages, which are slow if a hypervisor reclaims memory.
+# Bytes per write to the page cache. Larger writes use huge pages, which are slow if a hypervisor reclaims memory.
 _CACHED_BLOCK = 256 << 10
 
 _LOCK = "hhqqi4x"  # struct flock of fcntl(2) with 64-bit offsets
@@ -53,7 +53,7 @@ _SYNCS = 6  # maximum number of files and directories synced concurrently
 _SYNCS_OF_THREAD = 32  # number of files and directories per sync thread
 _REMOVALS = 100  # maximum number of attempts to remove a tree while other processes modify it
 
-_AWAY = "move it away"  # advice if one of holdfast's paths leads to something other than a regular file
+_AWAY = "move it away"  # advice if something other than a regular file is at one of holdfast's paths
 _FICLONE = 0x40049409  # request code for ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
@@ -227,7 +227,7 @@ class LocalBackend:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
-        except NotImplementedError:  # raised on systems that would link the target of a symlink
+        except NotImplementedError:  # raised on systems that can only link the target of a symlink
             raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
@@ -274,7 +274,7 @@ class LocalDataWriter:
 
     descriptor: int
     cached: bool  # whether to write through the page cache
-    stop: threading.Event = field(default_factory=threading.Event)  # set to end the writes of all segments early
+    stop: threading.Event = field(default_factory=threading.Event)  # set to stop writing all segments early
 
     def write(self, segment: Segment) -> None:
         position = segment.offset
@@ -405,7 +405,7 @@ def _advise(descriptor: int, advice: int) -> None:
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
-    """Append a line to a file without syncing. A single write call prevents processes from mixing their lines."""
+    """Append a line to a file without syncing. A single write call prevents interleaved lines of several processes."""
     descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0))
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -431,7 +431,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
-    """Collect the parts of a segment in a block and yield it whenever it is full; pad the last block to whole pages."""
+    """Copy the parts of a segment to a block, and yield each full block; pad the last block to whole pages."""
     filled, remaining = 0, segment.size
     for part in segment.parts():
         if stop.is_set():
@@ -500,7 +500,7 @@ def _leave_direct(descriptor: int, refusal: OSError) -> None:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve space to detect a full disk early, and set the length because writes that extend a file are slow."""
-    # If space cannot be reserved, the C library writes to every page instead; with direct I/O, the first write fails.
+    # If the file system cannot reserve space, the C library writes to every page, which fails at once with direct I/O.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)

@@ -183,8 +183,8 @@ class Location:
     """A file, object or directory on a local disk or in an object store. Use ``as_location`` to create one.
 
     Locations are immutable, comparable and hashable, and they need not exist. Methods raise only errors from
-    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods named
-    like those of ``pathlib.Path`` let handlers written for local paths work, and raise the same errors as ``pathlib``.
+    ``holdfast.engine.errors``, mostly subclasses of ``StorageError``, with the path in the message. Methods that
+    also exist in ``pathlib.Path`` raise the same errors as ``pathlib``, so handlers for local paths work as well.
 
     In a rehearsal (``holdfast drill``), methods that modify data raise StateError unless the location was returned by
     ``as_location(place, writes=True)``.
@@ -472,12 +472,12 @@ class Location:
         """Write a small object if its contents equal ``expected`` or, for ``expected=None``, if it does not exist.
 
         Returns:
-            Whether the object now has the new contents, even if they were written by another process.
+            Whether the object now has the new contents, even if another process wrote them.
         """
         return self._object_store().write_bytes_if(self._key, data, expected)
 
     def remove_if(self, expected: bytes) -> None:
-        """Delete a small object if its contents equal ``expected``. A write between checking and deleting is lost."""
+        """Delete a small object if its contents equal ``expected``. A write between check and deletion is lost."""
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
@@ -552,7 +552,7 @@ class Location:
     ) -> None:
         """Write bulk data files below this directory, each as :meth:`write_data` does.
 
-        On a disk, all threads write one file at a time. In an object store, several files are uploaded at once.
+        On a disk, all threads write to one file at a time. In an object store, several files are uploaded at once.
 
         Args:
             files: The files to write.
@@ -582,8 +582,8 @@ class Location:
         """Open a bulk data file for reading. Use the reader as a context manager, or close it.
 
         Args:
-            size: The expected length, if known. The first request to an object store is then the first read, which
-                raises ObjectNotFoundError if there is no such object. Bytes beyond this length are never requested.
+            size: The expected length, if known. Passing it saves a request to an object store, but then only the first
+                read reports a missing object (ObjectNotFoundError). Bytes beyond this length are never requested.
             cached: Whether to read from a disk through the page cache, which pays off if several processes read the
                 same bytes. None means that reads switch to the page cache when another reader with ``cached=None``
                 opens the file.

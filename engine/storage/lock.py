@@ -1,8 +1,8 @@
 """File locks that show whether the process holding them is still alive.
 
 The operating system releases a lock when the process that holds it dies. Object stores and some network file systems
-do not support locks. On those, each writer puts its own token in the file. The last writer wins, and an earlier writer
-notices at commit that the token has changed.
+do not support locks. Without locks, each writer stores its own token in the file. The last writer wins, and an earlier
+writer notices at commit that the token has changed.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class SaveLock(FileLock):
 
     @property
     def shows_life(self) -> bool:
-        """Whether the lock tells a live save from a dead one, which requires a file system that supports locks."""
+        """Whether the lock distinguishes a live save from a dead one; False if the file system lacks lock support."""
         return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:
@@ -176,7 +176,7 @@ class SaveLock(FileLock):
         )
 
     def _acquire(self, flags: int) -> bool:
-        """Lock the file; return whether the path still leads to the locked file."""
+        """Lock the file; return whether the locked file is still at its path."""
         if not self._file.is_local:
             return True
         try:
@@ -197,7 +197,7 @@ _descriptors = threading.RLock()
 
 
 def _in_child() -> None:
-    """Close the parent's lock files in a forked child, because the child would hold the locks after the parent dies."""
+    """Close the parent's lock files in a forked child, which would otherwise hold the locks after the parent dies."""
     for lock in list(_held):
         lock.release()
     _descriptors.release()

@@ -74,6 +74,6 @@ class MemoryBackend(ObjectStoreBackend):
         return answer.value if answer.state == "value" else None, answer.stamp.generation
 
     def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
-        # If the object must not exist, require the generation of the empty key, at which there is never an object.
+        # The empty key never has an object, so its generation stands for a missing object.
         expected = self.read_generation("")[1] if generation is None else generation
         return bool(self.request(key, "write", lambda: self._store.write(key, data, if_equal=expected)).generation)

@@ -108,7 +108,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the sorted keys below ``key``, and ``key`` if ``itself``; other keys with this prefix may appear."""
+        """Return the sorted keys below ``key``, and ``key`` if ``itself``; may include other keys with this prefix."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -179,7 +179,7 @@ class ObjectStoreBackend:
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # unreadable settings are reported by the error itself
+        with contextlib.suppress(Exception):  # the error itself reports unreadable settings
             return self.advice(kind)
         return ""
 
@@ -425,7 +425,7 @@ def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.ui
 
 @contextlib.contextmanager
 def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over the parts of an upload; if the iterator fails, raise its error, not the upload's."""
+    """Yield an iterator over the parts of an upload; if the iterator fails, raise its error, not the upload error."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[T]:

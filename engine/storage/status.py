@@ -78,7 +78,7 @@ STATUSES: dict[str, type[HoldfastError]] = {
 
 _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"Malformed List response|Failed to parse response", GarbledAnswerError),
-    ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore retries the request in vain
+    ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore retries the request, but no retry succeeds
     (r"All \d+ retry attempts failed", StorageUnavailableError),  # TensorStore reports ABORTED
     (
         "ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
@@ -110,7 +110,7 @@ _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"status code: 30\d", InvalidLocationError),
     (r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ ", StorageUnavailableError),
 )
-"""Patterns for errors that obstore has no class for. The first four take precedence over the class it reports."""
+"""Patterns for errors without an obstore class. The first four take precedence over the class that obstore reports."""
 
 _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
     "FileNotFoundError": ObjectNotFoundError,
@@ -140,7 +140,7 @@ _ADVICE: dict[type[HoldfastError], str] = {
 
 
 class os_errors:  # noqa: N801 - used like a function; each small file needs several, and generators take three times as long
-    """Context manager that converts operating system errors to holdfast's: "cannot ``action`` ``path``: ..."."""
+    """Context manager that converts operating system errors to holdfast errors: "cannot ``action`` ``path``: ..."."""
 
     __slots__ = ("_action", "_path")
 
@@ -164,7 +164,7 @@ def is_unreadable(error: object) -> bool:
 
 
 def is_strange(error: StorageError) -> bool:
-    """Return whether an error means that one of holdfast's paths leads to something other than a regular file."""
+    """Return whether an error means that something other than a regular file is at one of holdfast's paths."""
     return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
@@ -228,7 +228,7 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
 
 
 def check_header(service: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError for a value that is invalid in HTTP headers: a client would abort the process."""
+    """Raise StoragePermissionError for an invalid HTTP header value, because a client would abort the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {service}: the value of {name} contains a character that a header cannot have, perhaps a "

@@ -288,7 +288,7 @@ class Checkpointable:
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return JSON data for ``metadata.json``, which also tells human readers the versions, git commit and time."""
+        """Return JSON data to add to ``metadata.json``, which also contains the versions, git commit and time."""
         return {}
 
 
@@ -330,7 +330,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the children's states, then the component's own state, then the states of children created in the process."""
+    """Set the children's states, then the component's own state, then the states of newly created children."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

@@ -39,12 +39,12 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum size of an array argument to keep, in bytes
+_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array argument that is saved
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Tensor dtypes that numpy also supports.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-_MISSING = "missing"  # kind of an argument that could not be kept
+_MISSING = "missing"  # kind of an argument that could not be saved
 _NUMBERS = "numbers"  # kind of a long sequence of numbers
 _NESTED = "recipe"  # kind of an object with its own spec
 
@@ -82,13 +82,13 @@ def _kept(value: Any, depth: int = 0) -> Any:
 
 
 class NotData(TypeError):  # noqa: N818 - becomes a note in the spec
-    """Raised for an argument that cannot be kept; the message gives the reason."""
+    """Raised for an argument that cannot be saved; the message gives the reason."""
 
 
 def encode_spec(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], reference: Reference, nested: Nested
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments as JSON, and a list of problems with arguments that cannot be kept."""
+    """Return the arguments as JSON, and a description of each argument that cannot be saved."""
     problems: list[str] = []
 
     def encode(value: Any, name: str) -> Any:
@@ -217,7 +217,7 @@ _DEVICES = ("cuda", "mps", "xpu", "hpu", "tpu", "mtia")
 
 @dataclasses.dataclass
 class Missing:
-    """A placeholder for an argument that could not be kept."""
+    """A placeholder for an argument that could not be saved."""
 
     reason: str
 
@@ -278,7 +278,7 @@ class SpecDecoder:
         }
 
     def decode(self, value: Any) -> Any:
-        """Decode an argument; return a `Missing` if any part of it was not kept."""
+        """Decode an argument; return a `Missing` if any part of it was not saved."""
         self._missing.clear()
         try:
             argument = self._decode(value, 0)

@@ -44,8 +44,8 @@ from .names import STATE
 # The layout version to write, as (major, minor); any reader of the same major version can read it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
-METADATA = "metadata.json"  # for human readers: a copy of the description file in the state folder
-# Array folder in a state folder. Both are created before any files, so that their names become durable together.
+METADATA = "metadata.json"  # a copy of the state folder's description file, for human readers
+# Array folder in a state folder. Both folders are created before any files, so their names become durable together.
 DATA = "d"
 _LEVELS = 32  # maximum number of parent directories to search for the tree that contains a path
 
@@ -156,7 +156,7 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
-    """Find the tree that contains a directory; return its root, its record, and the relative path of the directory."""
+    """Find the tree that contains a directory; return the tree's root and record, and the directory's relative path."""
     names: tuple[str, ...] = ()
     directory = location
     for _ in range(_LEVELS):

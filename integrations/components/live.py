@@ -21,7 +21,7 @@ _DEPTH = 8  # maximum depth to which containers are searched for components
 
 @dataclass(slots=True, eq=False)
 class LiveComponent(Part):
-    """A component in the running program. A walk visits its attributes and its children, wherever they are saved."""
+    """A component in the running program. A walk visits its attributes and children, even children saved elsewhere."""
 
     path: Path  # path from the root
     name: str = ""  # name in the parent component; empty for the root
@@ -68,7 +68,7 @@ class LiveComponent(Part):
         for path, other in self.named():
             if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
-            elif not other.is_whole:  # an object that is_whole needs no edge, because its container leads to it
+            elif not other.is_whole:  # a walk reaches a whole object through its container
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**held, **named.added}
 
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each object that ``is_goal`` accepts; with ``objects``, also search modules."""
+    """Yield the path and value of each object that ``is_goal`` accepts; search modules only if ``objects`` is true."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):

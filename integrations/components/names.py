@@ -73,7 +73,7 @@ class Selection:
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
     def has(self, path: Path) -> bool:
-        """True if a component or one above it is selected, and neither it nor any component above it is excluded."""
+        """True if a component or any component above it is selected, and none of them is excluded."""
         above = {path[:length] for length in range(1, len(path) + 1)}
         return not above & self._out and (self._in is None or bool(above & self._in))
 

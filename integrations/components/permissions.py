@@ -106,7 +106,7 @@ class Permissions:
         self.main: str | None = None  # the module that was ``__main__`` in the program that saved the checkpoint
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Return the class or function at an import path; ``made`` means that the checkpoint requests an instance."""
+        """Return the class or function at an import path; ``made`` is true if the checkpoint requests an instance."""
         if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path

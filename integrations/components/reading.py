@@ -71,7 +71,7 @@ class NativeComponent:
         return children
 
     def elsewhere(self, goal: Path) -> NativeComponent | None:
-        """Return the component at a path from the saved tree's root, or None if the opened part does not contain it."""
+        """Return the component at a path from the saved tree's root, or None if it is outside the opened tree."""
         start = self.description.path[: len(self.description.path) - len(self.path)]
         path = goal[len(start) :]
         inside = (*start, *path) == goal and path in self._items
@@ -306,7 +306,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
 
 
 def _import_paths(label: str, module: str) -> Iterator[str]:
-    """Yield the import paths that a dotted name may refer to, even if the class moved to or from ``__main__``."""
+    """Yield the import paths that a dotted name may refer to, in case the class has moved to or from ``__main__``."""
     parts = label.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[size:])

@@ -63,7 +63,7 @@ class TreeRestore:
         self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
-        self._asked: dict[Path, Any] = {}  # states of remote components, to undo the restore; requested concurrently
+        self._asked: dict[Path, Any] = {}  # states of remote components for undoing a failed restore
 
     def _left_out(self) -> tuple[str, ...]:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
@@ -218,7 +218,7 @@ class TreeRestore:
 
 
 def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
-    """True if a saved component was restored, or if it has no state of its own and a component below was restored."""
+    """True if a saved component was restored, or if its own state is empty and a component below it was restored."""
     return saved.path in used or (any(path[: len(saved.path)] == saved.path for path in used) and saved.state() == {})
 
 

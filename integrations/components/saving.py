@@ -40,7 +40,7 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # type to save for actor handles; can start actors
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # class to save for actor handles; can start actors
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Capture and restore the state of a single component, without the components below it.
 
 A component with its own ``get_state`` defines its state itself. The state of any other component is everything that
-the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. A torch
-optimizer's values are saved with the optimizer under its parameters' paths, even for parameters in other components.
+the walk of :mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. The values
+of a torch optimizer are saved with the optimizer, keyed by parameter path, even for parameters in other components.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def overrides(value: Any, method: str) -> bool:
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state``, passing only arguments that are not None and that it accepts."""
+    """Call an object's own ``get_state``, passing only arguments that it accepts and that are not None."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states; ``partial`` allows the loss of optimizer values for parameters outside the tree."""
+    """Capture component states. If ``partial``, do not raise errors for components and optimizer values left out."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -159,7 +159,7 @@ def fresh_components(root: Any) -> dict[str, FreshObjects]:
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
-    """Capture the state of a component that has no ``get_state`` of its own."""
+    """Capture the state of a component without its own ``get_state``."""
     graph = own_graph(component)
     if not partial:
         _refuse_unnamed(component, graph)
@@ -267,7 +267,7 @@ def prepare_state(
     fitting: bool = False,  # whether to read only values that fit
     modes: bool = False,  # whether to restore module modes as well
 ) -> Callable[[], OwnReport]:
-    """Read the state for a component that has no ``set_state`` of its own; return a function that applies it."""
+    """Read the state for a component without its own ``set_state``; return a function that applies the state."""
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
@@ -319,7 +319,7 @@ def _options(graph: LiveGraph) -> dict[str, Any]:
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
     """Remove a component's optimizer values for tensors whose shape has changed; return a message for each."""
-    # Call this after all components are restored: only then is it known which of their parameters do not fit.
+    # Call this only after all components are restored, when all parameters that do not fit are known.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
@@ -338,7 +338,7 @@ def _called(component: LiveComponent) -> str:
 
 
 def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open an in-memory state for a component that has no ``set_state`` of its own."""
+    """Open an in-memory state for a component without its own ``set_state``."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
