@@ -226,7 +226,7 @@ def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     for info in members:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise zipfile.BadZipFile(f"{info.filename!r:.80} is compressed with unknown method {info.compress_type}")
-        archive.open(info).close()  # opening checks the name against the local header
+        archive.open(info).close()  # open() compares the name with the local header
 
 
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:

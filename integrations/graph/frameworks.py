@@ -32,7 +32,7 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-EXTRA_STATE = "_extra_state"  # last segment of state_dict() keys that hold get_extra_state() results
+EXTRA_STATE = "_extra_state"  # last segment of the state_dict() keys for get_extra_state() results
 
 
 def is_module(value: object) -> bool:

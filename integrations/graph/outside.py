@@ -89,7 +89,7 @@ def why_refused(value: Any) -> str | None:
 
 
 def why_more(container: Any, keys: Iterable[Any]) -> str | None:
-    """Return a message about attributes that a container has in addition to its items, or None if it has none."""
+    """Return a message about attributes that a container has in addition to its items, or None if there are none."""
     expected = {*keys, "_metadata"}  # torch adds this attribute to its state dicts
     attributes = getattr(container, "__dict__", {})
     more = [name for name in attributes if name not in expected and not name.startswith(("__", "_holdfast_"))]

@@ -109,7 +109,7 @@ class RestoreStatus:
     """The status of a restore, which may still be waiting for objects to be created.
 
     Objects created after the restore are restored when they are attached. `try_complete` and the ``assert_*`` methods
-    restore any that are still unrestored. A save never restores objects.
+    restore the remaining objects. A save never restores objects.
 
     Args:
         restoration: The restore, or None if no checkpoint was given.
@@ -306,7 +306,7 @@ class Restoration:
         self._write(*self._prepared(self._matching.from_holder(holder, key)))
 
     def awaited(self) -> list[Path]:
-        """Return the paths of the values that `advance` would restore now, without restoring any."""
+        """Return the paths of the values that `advance` would restore now, without restoring them."""
         due, settled = self._sorted(self._matching.from_root(self.root))
         self._note(*settled)
         self._wait()

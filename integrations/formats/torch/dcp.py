@@ -286,7 +286,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
-            continue  # all processes with empty shards may refer to the same extent
+            continue  # the empty shards of all processes may refer to the same extent
         if start in parts:  # a small pickle could repeat a part many times, and each copy would be read
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
