@@ -37,8 +37,8 @@ _WEIGHTS = "model.weights.h5"  # archive member of a ``.keras`` file that holds 
 _DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # archive member for each JSON item
 _DOCUMENT_LIMIT = 64 << 20  # maximum size, in bytes, of a JSON document
 _NODES = 1_000_000  # maximum number of datasets and links in a file
-_RATIO = 2048  # maximum compression ratio that is accepted in an HDF5 file
-_UNSTORED = 64 << 20  # bytes allowed for arrays that are not stored because they contain only the fill value
+_RATIO = 2048  # maximum compression ratio of an HDF5 file
+_UNSTORED = 64 << 20  # allowance, in bytes, for arrays that are not stored because they contain only the fill value
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -83,7 +83,7 @@ class KerasFile(SingleTree):
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets of the HDF5 file at a location or, if ``inside``, of the HDF5 file inside a ``.keras`` file."""
+    """The datasets of an HDF5 file or, if ``inside`` is set, of the HDF5 file inside a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -144,7 +144,7 @@ class HDF5Tree(FetchedTree):
                 self._dataset(here, child)
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
-            elif address in self._paths:  # visit once, because shared groups could have exponentially many paths
+            elif address in self._paths:  # visit once: a shared group can have exponentially many paths
                 self._add(here, np.dtype("V1"), (), f"another name for {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)
@@ -226,7 +226,7 @@ def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
     for info in members:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise zipfile.BadZipFile(f"{info.filename!r:.80} is compressed with unknown method {info.compress_type}")
-        archive.open(info).close()  # opening checks the name against the local header
+        archive.open(info).close()  # open() compares the name with the local header
 
 
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:

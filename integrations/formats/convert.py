@@ -75,7 +75,7 @@ class Conversion:
         path: The location of the result.
         format: The library that wrote the source (imports) or that reads the result (exports).
         step: The step of the checkpoint, if it has one.
-        leaves: The number of leaves with data, over all trees. A None that may be an empty container is not counted.
+        leaves: The number of leaves with data in all trees, not counting None leaves that may be empty containers.
         bytes: The total size of the arrays in bytes.
         left_out: One line for each source leaf that is missing from the result, with the reason.
     """
@@ -133,7 +133,7 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        location = origin.without_links()  # resolve links now: a link that changes later could mix two checkpoints
+        location = origin.without_links()  # resolve links now, so that a later change cannot mix two checkpoints
         foreign = is_foreign(location)
         found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
         steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
@@ -143,7 +143,7 @@ def import_checkpoint(
         made: list[Location] = []
         with deleted_on_interrupt(target, made):
             for (result, entry), share in zip(entries.items(), shares, strict=True):
-                if not overwrite:  # Ctrl-C must not delete an earlier checkpoint
+                if not overwrite:  # with overwrite, Ctrl-C must not delete the earlier checkpoint
                     made.append(result)
                 step = entry.step if steps else None
                 done.append(_import(open_at(entry.location), result, step, overwrite, share))
@@ -269,7 +269,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
             f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
             "leave them out of the tree. Nothing was written"
         )
-    tree.check_readable(tree.leaves)  # otherwise, text that describes an unreadable leaf would be written instead
+    tree.check_readable(tree.leaves)  # without this check, an unreadable leaf would be written as a description
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)
     progress.expect(nbytes)
     with Share(progress, nbytes, nbytes) as share:
@@ -365,7 +365,7 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # Don't count leaves that the result may lack: those without data, and any None that may be an empty container.
+    # Don't count leaves that the result may lack: leaves without data, and None leaves that may be empty containers.
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
@@ -382,7 +382,7 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write the leaves in ``arrays``, using its keys as their names, and wait until the files are durable."""
+    """Write the leaves in ``arrays`` under the names given by the keys, and wait until the files are durable."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
     writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
@@ -400,8 +400,8 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # Save a leaf that may be either None or an empty container as a container: it is usually an empty optimizer
-        # state, and a template has a container for this state, too.
+        # Save a leaf that may be either None or an empty container as an empty container. Such a leaf is usually an
+        # empty optimizer state, which a template represents as a container.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
         structure = source.tree.structure
@@ -444,7 +444,7 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class _LaterPiece:
-    """A lazy `Piece` that covers a whole array, and obtains it from the loader on each access."""
+    """A lazy `Piece` that covers a whole array and requests the array from the loader on each access."""
 
     name: str
     box: Box
@@ -460,7 +460,7 @@ class _LaterPiece:
 
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
-    """Replace each leaf whose flag in ``kept`` is False with an empty dictionary; flags are in tree order."""
+    """Replace each leaf whose flag in ``kept`` is False with an empty dictionary; ``kept`` is in leaf order."""
     empty = TreeDef("dict", [], [], dict)
     parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
     return TreeDef(node.kind, node.keys, parts, node.build, node.label)

@@ -1,4 +1,4 @@
-"""Read msgpack trees, as written by Flax. Early versions of Orbax wrote such trees, too, next to array files.
+"""Read msgpack trees, as written by Flax. Early versions of Orbax also wrote such trees, alongside array files.
 
 Extension type 1 is an array, encoded in msgpack as ``(shape, dtype name, bytes)``; type 2 is a complex number, type 3 a
 numpy scalar, and type 4 a tuple. Arrays larger than a gigabyte are dictionaries with the key
@@ -20,7 +20,7 @@ from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ...engine.sources import FoundSteps, SingleTree, StoredTree, first_bytes, total_bytes
 from ...engine.storage import Entry, Location
 
-_LIMIT = 1 << 36  # maximum size, in bytes, of a file, because the entire file is read into memory
+_LIMIT = 1 << 36  # maximum file size, in bytes; the entire file is read into memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 
 

@@ -71,7 +71,7 @@ _logger = logging.getLogger("holdfast")
 
 _METADATA = ("metadata.json", "rllib_checkpoint.json")
 CONSTRUCTOR = "class_and_ctor_args.pkl"
-_LIMIT = 1 << 34  # maximum size, in bytes, of a state file, because the entire file is read into memory
+_LIMIT = 1 << 34  # maximum size, in bytes, of a state file; the entire file is read into memory
 _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 _LEVELS = 32
 
@@ -100,7 +100,7 @@ class RLlibDirectory:
         return children
 
     def own_state(self, *, none: bool) -> Any:
-        """Read the state without child components, and log omitted values. If ``none``, dictionary keys may be None."""
+        """Read the state without child components, and log omitted values. ``none`` allows None as a dictionary key."""
         self.left_out = left_out = list[str]()
         state = self._read_state(left_out, none)
         if left_out:

@@ -229,7 +229,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors in a file as shards, placed at the offsets in the metadata, if any."""
+    """Return the tensors in a file. Tensors for which the metadata gives an offset become shards at this offset."""
     with naming(file, ": the positions of its tensors cannot be read"):
         try:
             places = json.loads(noted)
@@ -365,7 +365,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
-    """Write tensors to a file. ``tensors`` lists names, dtypes and shapes; ``contents`` returns data in this order."""
+    """Write tensors to a file. ``tensors`` lists names, dtypes and shapes; ``contents`` returns the data in order."""
     header, size = _encode_header(tensors, {"format": "pt", **metadata})  # other libraries expect this format tag
 
     def parts() -> Iterator[NDArray[np.uint8]]:

@@ -32,7 +32,7 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-EXTRA_STATE = "_extra_state"  # last segment of state_dict() keys that hold get_extra_state() results
+EXTRA_STATE = "_extra_state"  # last segment of the state_dict() keys for get_extra_state() results
 
 
 def is_module(value: object) -> bool:
@@ -166,7 +166,7 @@ class ModuleState(PartState):
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        # Save a metric state only if there is a single process, because each process accumulates its own.
+        # Each process accumulates its own metric state, so save this state only if there is a single process.
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
@@ -202,7 +202,7 @@ class ModuleState(PartState):
 
 
 _ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumulated state, which state_dict() omits
-_BESIDE = {"Running": ("_num_vals_seen",), "MinMaxMetric": ("min_val", "max_val")}  # not registered as metric states
+_BESIDE = {"Running": ("_num_vals_seen",), "MinMaxMetric": ("min_val", "max_val")}  # unregistered metric states
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def _layer_name(layer: Any) -> str:
 
 
 def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Make names unique by appending a number to all but the first of several equal names."""
+    """Make names unique by appending a number to each repetition of a name."""
     unique: dict[str, Any] = {}
     for name, value in pairs:
         numbered = (f"{name}_{number}" for number in itertools.count(1))
@@ -510,6 +510,6 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _overridden(cls: type, methods: tuple[str, ...], *, everywhere: bool = False) -> bool:
-    """True if a class outside Keras overrides one of the methods; with ``everywhere``, Keras classes count, too."""
+    """True if a class outside Keras overrides one of the methods; ``everywhere`` also considers Keras classes."""
     owners = [base for name in methods for base in [b for b in cls.__mro__ if name in vars(b)][:1]]
     return any(not _is_of_keras(owner) or (everywhere and owner.__name__ != LAYER) for owner in owners)

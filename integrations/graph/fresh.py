@@ -26,7 +26,7 @@ class _Object:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.has_values = slot is not None, node.has_value  # has_values later includes the children's
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # later also set if a child has values
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None

@@ -63,7 +63,7 @@ class CheckpointManager:
             function that returns the step.
         checkpoint_interval: Save only if the step counter has advanced by at least this many steps since the last save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
-        last_checkpoint_step: The step at which an earlier checkpoint was saved; the first interval counts from it.
+        last_checkpoint_step: The step at which an earlier checkpoint was saved; the first interval starts at this step.
         background: Write in the background; `save` returns as soon as it is safe to modify the objects.
         layout: Sizes of chunks, segments and data files.
         clock: The time source.
@@ -172,7 +172,7 @@ class CheckpointManager:
 
         Args:
             checkpoint_number: The number to use instead of the next one; may be a counter object from any library.
-            check_interval: Whether to respect `checkpoint_interval`. The last saved step is not saved again either way.
+            check_interval: Whether to respect `checkpoint_interval`. Either way, the last saved step is skipped.
 
         Returns:
             The checkpoint's path, or None if nothing was saved. A background save may not be committed yet.
@@ -245,7 +245,7 @@ class CheckpointManager:
         return None if newest is None else self._checkpoint.peek(newest)
 
     def _note_restore(self, stored: StoredGraph) -> None:
-        """After a restore from this directory, count the interval from the restored step, and note all later steps."""
+        """After a restore from this directory, count the interval from the restored step, and record later steps."""
         location = stored.checkpoint
         if str(location) != str(self._directory / location.name):
             return
@@ -303,12 +303,12 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps in the order of their saves, starting with higher-numbered steps abandoned by a restore."""
+        """Return all steps in save order. Steps with higher numbers that a restore abandoned come first."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """If the last save failed, count the interval from the save before it. Works only with a single process."""
+        """In a single-process run, if the last save failed, count the interval from the save before it."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None

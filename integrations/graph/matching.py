@@ -35,7 +35,7 @@ class _Visit(NamedTuple):
     view: View
     path: Path
     slot: Slot | None = None  # None for a root
-    within: frozenset[int] = frozenset()  # ids of the immutable containers around the object
+    within: frozenset[int] = frozenset()  # ids of the immutable containers that hold the object
 
 
 class Matching:
@@ -46,9 +46,9 @@ class Matching:
         self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # saved values that the matching objects in the program do not have
-        self.waiting: list[Any] = []  # holders that lack the object for at least one saved value
+        self.waiting: list[Any] = []  # holders in which the object for a saved value is missing
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, each with its keys in the saved order
-        self.lacking: list[Path] = []  # in a final restore: paths of entries missing from the program's containers
+        self.lacking: list[Path] = []  # paths of entries missing from the program's containers (final restore only)
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
         self._final = final  # whether to create arrays that are missing from the program's containers
         self._optimizers: dict[int, _LiveOptimizer] = {}
@@ -89,7 +89,7 @@ class Matching:
     def _match(
         self, queue: list[_Visit], *, rebind: bool = False, start: _Visit | None = None, last: bool = False
     ) -> Iterator[Assignment]:
-        """Walk both graphs; without ``rebind``, skip the contents of bound objects other than ``start``."""
+        """Walk both graphs; without ``rebind``, skip the contents of objects already bound, except ``start``."""
         seen: set[tuple[int, int]] = set()
         later: list[_Visit] = []
         self._slots.clear()
@@ -97,7 +97,7 @@ class Matching:
             number, value, view = visit.number, visit.value, visit.view
             has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
             if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
-                later.append(visit)  # visit last: its parameters or nodes stored under other paths must be bound first
+                later.append(visit)  # visit last, after its parameters and the nodes stored under other paths
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
@@ -130,7 +130,7 @@ class Matching:
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # Return None if a value is not plain, or if the container holds an object that is bound elsewhere.
+        # Return the values in a plain container, or None if it is not plain or holds an object that is bound elsewhere.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -157,7 +157,7 @@ class Matching:
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # Fill an empty deque now, because, unlike in a list, objects that are appended later cannot be restored.
+            # Fill an empty deque now, because objects that are appended later are restored in lists, but not in deques.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
             # Elements of a tuple, and elements referenced elsewhere, keep their identity unless the length changes.
@@ -207,7 +207,7 @@ class Matching:
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters are different
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters do not match
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
         """Yield assignments of values and options for newly bound optimizers and parameters."""

@@ -28,7 +28,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # where instances hold their values, keyed by the module prefix of their class or of a base class
+_ELSEWHERE = {  # location of an instance's values, keyed by the module prefix of its class or a base class
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
@@ -37,7 +37,7 @@ _ELSEWHERE = {  # where instances hold their values, keyed by the module prefix 
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
 _CODE_MODULES = ("builtins", "operator", "types")  # callable instances of classes in these modules count as code
-# Process-level tools, and settings that a program creates at every start, hold no training state.
+# Process-level tools, and settings that a program creates on every start. They hold no training state.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
     *("threading.", "logging.", "weakref.", "argparse.", "typing.", "inspect.", "concurrent.futures."),
@@ -56,7 +56,7 @@ def is_code_or_tool(value: Any) -> bool:
     is_code = callable(value) and (type(value).__module__ in _CODE_MODULES or hasattr(value, "__wrapped__"))
     if is_code or isinstance(value, (*_CODE, *_TOOLS)):
         return True
-    name = class_name(value)  # exact types, because a subclass defined by the program may hold state
+    name = class_name(value)  # compare exact types, because a subclass defined by the program may hold state
     if name in _TOOL_NAMES or name.startswith(_TOOL_MODULES):
         return True
     if isinstance(value, io.IOBase):
@@ -89,7 +89,7 @@ def why_refused(value: Any) -> str | None:
 
 
 def why_more(container: Any, keys: Iterable[Any]) -> str | None:
-    """Return a message about attributes that a container has in addition to its items, or None if it has none."""
+    """Return a message about attributes that a container has in addition to its items, or None if there are none."""
     expected = {*keys, "_metadata"}  # torch adds this attribute to its state dicts
     attributes = getattr(container, "__dict__", {})
     more = [name for name in attributes if name not in expected and not name.startswith(("__", "_holdfast_"))]
@@ -131,7 +131,7 @@ def is_kin(cls: type, name: str) -> bool:
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))
 
 
-_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # wrapper classes whose names do not tell what they wrap
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # wrappers whose class names do not reveal what they wrap
 _WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # name prefixes of generated wrapper classes
 
 

@@ -109,7 +109,7 @@ class RestoreStatus:
     """The status of a restore, which may still be waiting for objects to be created.
 
     Objects created after the restore are restored when they are attached. `try_complete` and the ``assert_*`` methods
-    restore any that are still unrestored. A save never restores objects.
+    restore the remaining objects. A save never restores objects.
 
     Args:
         restoration: The restore, or None if no checkpoint was given.
@@ -204,7 +204,7 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """Tracks restored checkpoint values. It outlives the restore, in order to log values that were never restored."""
+    """Tracks restored checkpoint values. It outlives the restore so that unrestored values can be logged."""
 
     wanted: dict[int, Path]  # paths of the values to restore, keyed by node number
     where: str
@@ -279,14 +279,14 @@ class Restoration:
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read the values to restore, or with ``misfits`` only those that fit; return a function that assigns them."""
+        """Read the values to restore (with ``misfits``, only values that fit); return a function that assigns them."""
         with collection_paused():
             values, settled = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(assignment for assignment, _ in values), *settled)  # so that the report counts them as restored
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
-        """Restore ``training`` (holdfast 0.1.0 did not save it) and ``requires_grad``; return a message per change."""
+        """Restore ``requires_grad`` and ``training`` (not saved by holdfast 0.1.0); return a message per change."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -306,7 +306,7 @@ class Restoration:
         self._write(*self._prepared(self._matching.from_holder(holder, key)))
 
     def awaited(self) -> list[Path]:
-        """Return the paths of the values that `advance` would restore now, without restoring any."""
+        """Return the paths of the values that `advance` would restore now, without restoring them."""
         due, settled = self._sorted(self._matching.from_root(self.root))
         self._note(*settled)
         self._wait()
@@ -336,7 +336,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # drop entries whose values are listed from `left`
+        lacking = [path for path in lacking if path not in named]  # drop entries whose values are already in `left`
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -392,7 +392,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and validate values; return (assignment, value) pairs, and the assignments that are already done."""
+        """Read and validate values; return pairs (assignment, value), and the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
@@ -414,7 +414,7 @@ class Restoration:
         self._wait()
 
     def _sorted(self, assignments: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Split assignments into those still due and those already done by a later restore or under another path."""
+        """Split assignments into due ones and completed ones (done by a later restore or under another path)."""
         due: dict[tuple[int, Path], Assignment] = {}  # keyed by slot
         settled: list[Assignment] = []
         fresh: list[Path] = []
@@ -452,7 +452,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Unless all values are restored, subscribe to new objects in holders that lack objects for saved values."""
+        """If values remain to be restored, subscribe to the holders in which objects for saved values are missing."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):

@@ -15,7 +15,7 @@ from .frameworks import EXTRA_STATE, OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
-OWN_STATES = "own_states"  # document key: whether states from custom methods of modules and optimizers are included
+OWN_STATES = "own_states"  # document key: whether states from custom methods and hooks are included
 ATTRIBUTES = "attributes"  # document key: whether the parts of Keras objects are named after attributes
 
 Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
@@ -37,8 +37,8 @@ def current_name(name: str) -> str:
 class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
     value: str | None = None  # storage name of the value, which is a leaf or a container
-    type: str = ""  # the object's type name; empty for values other than number boxes and enums
-    optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
+    type: str = ""  # the object's type name; among values, only number boxes and enums have one
+    optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter node, name, value node)
     groups: list[list[int]] = field(default_factory=list)  # parameters of each optimizer group
     transform: Transform | None = None  # None restores the value unchanged
     training: bool = True  # whether a module was in training mode
@@ -56,7 +56,7 @@ class SavedGraph:
         numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
-        # Whether states from custom methods of modules and optimizers were saved; holdfast 0.1.0 did not save them.
+        # Whether the checkpoint contains states from custom methods and hooks, which holdfast 0.1.0 did not save.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
@@ -229,7 +229,7 @@ class SavedGraph:
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
-    """Return the node at a path, creating missing nodes, or None if the path leads through a value."""
+    """Return the node at a path, creating any missing nodes; return None if the path passes through a value."""
     for segment in path:
         edges = nodes[start].edges
         if segment not in edges:

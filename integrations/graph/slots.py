@@ -56,7 +56,7 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
 
 
 class Slot(Protocol):
-    anchor: Any  # object whose lifetime the slot shares; preferably one that supports weak references
+    anchor: Any  # object that the slot belongs to; preferably one that supports weak references
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
@@ -96,7 +96,7 @@ class BoxSlot:
 
 @dataclass(eq=False)
 class StateSlot:
-    """An object with state methods (see :mod:`~holdfast.engine.stateful`). The slot's value is the state as a tree."""
+    """An object with state methods (see :mod:`~holdfast.engine.stateful`). The slot's value is the state tree."""
 
     target: Any
     anchor: Any
@@ -166,7 +166,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Loaders that draw from the global random generator go first, so that they do not change its restored state.
+    # Restore loaders that draw from the global random generator first, so that they do not change its restored state.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):
@@ -196,7 +196,7 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # number of each slot's last restore, by id of the live anchor, then by trail
+_writers: dict[int, dict[Path, int]] = {}  # number of each slot's last restore, keyed by anchor id, then by trail
 
 
 @dataclass(eq=False)

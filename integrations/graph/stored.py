@@ -95,7 +95,7 @@ def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-            continue  # stored under another path, or at a depth where values are not allowed
+            continue  # stored under another path, or nested too deeply for values
         below = _nested(child, elsewhere)
         if below is not None:
             children[keys.get(segment, segment)] = below
@@ -146,7 +146,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, as a handler remembers only one tree structure
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, because a handler remembers only one structure
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Prepare a `CapturedGraph` for writing."""
@@ -210,7 +210,7 @@ class StoredGraph:
             self.graph = SavedGraph.of_document(document, [*self.leaves, *self.containers], str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
-        """Read the arrays of leaves; if a name is repeated, each repetition gets its own copy."""
+        """Read the arrays of leaves; if a name occurs several times, each occurrence gets its own copy."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))

@@ -204,7 +204,7 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program. A walk visits its children under the names that `__holdfast_children__` returns."""
+    """A component or a group of its objects. `__holdfast_children__` returns the children that a walk visits."""
 
     value: Any  # the object whose attributes hold the children; a restore assigns these attributes
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # additional children, by name

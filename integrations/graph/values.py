@@ -76,9 +76,9 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # nodes stored under another path, by container; set by `below`
+        self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, keyed by container; set by `below`
         self.sharing: set[int] = set()  # containers whose inner containers are also used elsewhere; set by `below`
-        self._keys: dict[int, dict[str, Any]] = {}  # container keys, by node and edge name
+        self._keys: dict[int, dict[str, Any]] = {}  # container keys, keyed by node, then by edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
@@ -101,7 +101,7 @@ class SavedValues:
         if label in SEQUENCES:
             elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # only the stored structure has a deque's maxlen
+            is_deque = stored is not None and stored.kind == "deque"  # only the stored structure records maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]
@@ -150,7 +150,7 @@ class SavedValues:
         return values if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
-        """Validate and read the values of assignments; with ``misfits``, record and skip those that do not fit."""
+        """Validate and read the values of assignments; with ``misfits``, record and skip values that do not fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for assignment in due:
@@ -188,7 +188,7 @@ class SavedValues:
         return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """Apply any functions in ``rename=``, update ``saved`` and return all arrays; without functions, return []."""
+        """Apply ``rename=`` functions, update ``saved`` and return all arrays, or [] if there are no functions."""
         transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []
@@ -226,7 +226,7 @@ class SavedValues:
         return list(map(_like, due, built))
 
     def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
-        """Return why a value does not fit its object (or parameter, for an optimizer value), or None if it fits."""
+        """Return why a value does not fit its object (for an optimizer value, its parameter), or None if it fits."""
         if compare(target, leaf) is not None:
             return compare(replace(target, origin="program"), leaf)
         slot = assignment.slot
@@ -304,7 +304,7 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created the value yet
         return ...
-    # Accept a saved None, or any type of number: a value that is now a float may have started as the int 0.
+    # Accept a saved None, and any type of number, because a value that is now a float may have started as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _CACHE = 64 << 20  # size, in bytes, of the cache for decoded B+tree nodes; all arrays share the cache
 _UNDER_WAY = 1 << 30  # limit on the number of bytes that are read concurrently
 _RATIO = 1 << 16  # maximum compression ratio of the supported compressors
-_SMALL_CHUNK = 64 << 20  # chunks up to this size, in bytes, are accepted for all arrays
-_UNSTORED = 4 << 30  # bytes allowed for chunks that are not stored because they contain only the fill value
+_SMALL_CHUNK = 64 << 20  # chunks of up to this many bytes are accepted even in small arrays
+_UNSTORED = 4 << 30  # allowance, in bytes, for chunks that are not stored because they contain only the fill value
 _MANIFEST_LIMIT = 512 << 20  # maximum size, in bytes, of a manifest
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
@@ -134,7 +134,7 @@ class OpenedArrays:
             )
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Read arrays or boxes concurrently, pass keys and arrays to ``use``, and return failures as (name, error)."""
+        """Read arrays or boxes concurrently, passing each to ``use`` with its key; return failures as (name, error)."""
         import tensorstore
 
         problems: list[tuple[str, str]] = []
@@ -177,7 +177,7 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read: the boxes' bounding box if they fill at least half of it, otherwise each box."""
+    """Return the regions to read: the bounding box if the boxes fill at least half of it, otherwise each box."""
     # Reading the bounding box avoids decoding a shared chunk once per box.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:

@@ -67,7 +67,7 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             handlers_by_item: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            # Item names come from an untrusted file, so ignore names that would lead out of the directory.
+            # Item names come from an untrusted file, so ignore names that would refer to files outside the directory.
             noted = {name for name in handlers_by_item if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
             for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)

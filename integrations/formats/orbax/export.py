@@ -370,7 +370,7 @@ def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]
 
 @contextlib.contextmanager
 def _finished(target: Location) -> Iterator[Location]:
-    """Yield a temporary directory to write to. When it is complete, rename it to the target, as Orbax does."""
+    """Yield a temporary directory to write to, and rename it to the target when it is complete, as Orbax does."""
     _refuse_existing(target)
     folder = target.parent / f"{target.name}{UNFINISHED}" if target.is_local else target
     folder.remove_tree()

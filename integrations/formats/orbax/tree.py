@@ -55,7 +55,7 @@ STRING = "string"
 WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
-AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions; holds small leaves, and placeholders for the rest
+AGGREGATE_FILE = "checkpoint"  # msgpack file of early versions, with small leaves and placeholders for the others
 # Value types that Orbax itself stores as arrays. Entries without a recorded type have the type "unknown".
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
@@ -69,7 +69,7 @@ class Parameter(NamedTuple):
     """An entry of the tree, which is a leaf or an empty container."""
 
     path: Path  # the keys of the entry, with int for list and tuple indices
-    value_type: str  # Orbax value type: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
+    value_type: str  # Orbax value type, such as ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"`` or ``"string"``
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ def _member(value: Any, *names: str) -> Any:
 
 
 def _path(keys: Any, text: str) -> Path | None:
-    """Parse an entry's path from its key list or, if there is none, its name (the repr of a tuple); None if invalid."""
+    """Parse an entry's path from its key list or else from its name (the repr of a tuple); return None if invalid."""
     if keys is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             parsed = ast.literal_eval(text)
@@ -342,9 +342,9 @@ class OrbaxTree(OtherTree):
         return SavedLeaf(name, self._saved(name, self._names[name], parameter.value_type))
 
     def _saved(self, name: str, stored: str, value_type: str) -> Saved:
-        """Describe a leaf of an Orbax value type; if it cannot be read, record the reason in ``unreadable``."""
+        """Describe a leaf with this Orbax value type; if it cannot be read, record the reason in ``unreadable``."""
         if value_type == NONE:
-            # This may be an empty namedtuple, such as the state of an optax transformation: Orbax writes it as None.
+            # Orbax also writes an empty namedtuple, such as the state of an optax transformation, as None.
             return Saved({"kind": "none", OPTIONAL: True})
         if value_type == WITHOUT_DATA:
             return Saved({"kind": PLACEHOLDER})
@@ -388,7 +388,7 @@ def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _placeholder(value: Any) -> str | None:
-    """If the value is a placeholder for a leaf stored elsewhere, return the name of the leaf; otherwise, None."""
+    """Return the name of the leaf that a placeholder stands for, or None if the value is not a placeholder."""
     match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else match[1]
 
@@ -400,7 +400,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 class ArrayFolder(OrbaxTree):
-    """The arrays in a database written with TensorStore alone, read as a single dictionary keyed by array name."""
+    """The arrays in a database that TensorStore wrote without Orbax, read as one dictionary keyed by array name."""
 
     for_template = OtherTree.for_template  # a flat tree has no leaves that may be empty containers
 

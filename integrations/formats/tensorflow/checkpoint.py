@@ -44,7 +44,7 @@ def number_of(prefix: str) -> int | None:
 
 
 def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Map numbers to prefixes ``<name>-<number>`` with one name: the newest checkpoint's or else the most common."""
+    """Map numbers to prefixes ``<name>-<number>``, using the newest checkpoint's name or else the most common one."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
     for prefix in sorted(prefixes):
@@ -159,7 +159,7 @@ def _recognise_prefix(location: Location) -> SingleTree | None:
 
 
 def _newest(location: Location, names: frozenset[str], prefixes: list[str]) -> str | None:
-    """Return the prefix of the checkpoint that TensorFlow recorded as the newest, or None if it does not exist."""
+    """Return the prefix of the checkpoint that TensorFlow recorded as the newest, or None if its files are missing."""
     newest = read_state(location).newest if prefixes and STATE in names else None
     return newest if newest in prefixes else None
 
@@ -188,7 +188,7 @@ _FIRST_ENTRY = re.compile(rb"\0\0[\x80-\xff]{0,4}[\0-\x7f]\x0a", re.DOTALL)
 
 
 def refuse_v1(location: Location, names: frozenset[str]) -> None:
-    """Raise FormatVersionError for the format before TensorFlow 0.12 ("V1"), which has one table or one per shard."""
+    """Raise FormatVersionError if this is a V1 checkpoint (before TensorFlow 0.12): one table, or one per shard."""
     prefix = location
     try:
         if names:
@@ -197,7 +197,7 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
                 return
             prefix = location / newest
         shard = re.compile(re.escape(prefix.name) + "-[0-9]{5,}-of-[0-9]{5,}")
-        # Don't list an object store, which would be too expensive just for this error.
+        # Don't list an object store, because that would be too expensive just to raise this error.
         beside = prefix.parent.entries() if names or (prefix.is_local and not prefix.exists()) else ()
         shards = sorted(entry.name for entry in beside if shard.fullmatch(entry.name))
         for file in (prefix, *(prefix.parent / name for name in shards[:1])):

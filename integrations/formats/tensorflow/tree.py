@@ -46,11 +46,11 @@ from .index import (
 MOST_LEAVES = 1 << 16  # maximum number of elements in a string tensor that is split into leaves
 _CHECKSUM_BYTES = 4
 _PADDING = 4  # maximum size of a padded bytes array, as a multiple of the text size
-_SMALL = 1 << 20  # padded arrays up to about this number of bytes are always accepted
+_SMALL = 1 << 20  # padded size, in bytes, that is allowed in addition to this multiple
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
-    """Return text as one leaf, or as lists of leaves if it consists of variants or does not fit a numpy bytes array."""
+    """Return text as one leaf; variants, and text that does not fit in a numpy bytes array, become lists of leaves."""
     shape = entry.shape
     if not shape:
         return texts[0]
@@ -92,7 +92,7 @@ def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 
 def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode serialized variants. Each of them is preceded by its length and followed by a running checksum."""
+    """Decode serialized variants. Each variant is preceded by its length and followed by a running checksum."""
     cursor, crc = Cursor(data, "its text"), 0
     messages: list[bytes] = []
     for _ in range(entry.count):
@@ -246,7 +246,7 @@ GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # name of the tensor that holds the 
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # attribute name of an object with a single value
 _SLOTS = "slots"  # parent key of optimizer slots, as in graphs saved by holdfast
-_SHARING = 16  # limit on the average number of objects that share a value; two are typical
+_SHARING = 16  # maximum number of objects per value, on average; two are typical
 _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 
@@ -255,9 +255,9 @@ class ObjectNode:
     """An object in the object graph."""
 
     children: dict[str, int] = field(default_factory=dict)  # node indices of child objects, keyed by edge name
-    # Pairs of an attribute name and either the name of a tensor or a prefix that the names of several tensors share.
+    # Pairs (attribute name, tensor name); for several tensors, the second item is the common prefix of their names.
     attributes: list[tuple[str, str]] = field(default_factory=list)
-    # For each optimizer slot: node index of the variable, slot name, and node index of the slot's value.
+    # Optimizer slots as tuples (node index of the variable, slot name, node index of the value).
     slots: list[tuple[int, str, int]] = field(default_factory=list)
 
 

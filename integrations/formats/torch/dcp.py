@@ -1,8 +1,8 @@
 """Read torch.distributed.checkpoint folders (``.metadata`` and ``*.distcp``) without torch, and write them with torch.
 
 ``.metadata`` is a pickle of dataclasses from ``torch.distributed.checkpoint.metadata`` and ``.filesystem``. Only class
-names and attributes are read; nothing is imported. The default planner also writes the path of each entry, from which
-nested containers are rebuilt. Without these paths, the full name of an entry is a single key.
+names and attributes are read; nothing is imported. The default planner also writes the path of each entry, and the
+nested containers are rebuilt from these paths. Without paths, the full name of an entry is a single key.
 
 If processes save without a common plan (``use_collectives=False``), each process writes a file ``__<rank>.metadata``
 and its own copies of replicated entries. The tree combines the shards from all processes; copies must be equal.
@@ -253,7 +253,7 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name and path of each entry, with its description (tensors) or its extent (other objects)."""
+    """Return the name and path of each entry, and its description (for tensors) or its extent (for other objects)."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
@@ -286,7 +286,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
-            continue  # all processes with empty shards may refer to the same extent
+            continue  # the empty shards of all processes may refer to the same extent
         if start in parts:  # a small pickle could repeat a part many times, and each copy would be read
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
@@ -373,9 +373,9 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
 
 # ---- writing folders with torch, and verifying them
 #
-# The save plan contains tensors without memory; the planner reads an array only when torch needs its data. Torch holds
-# all arrays of a file in memory until it has written the file, so only a small tree is written as a single file. In a
-# large tree, each array gets its own file, so that at most two arrays are in memory at a time.
+# The save plan contains meta tensors; the planner reads an array only when torch needs its data. Torch holds all arrays
+# of a file in memory until it has written the file, so only a small tree is written as a single file. In a large tree,
+# each array gets its own file, so that at most two arrays are in memory at a time.
 
 _ONE_FILE = 256 << 20  # maximum size, in bytes, of a tree that is written as a single file
 

@@ -4,8 +4,8 @@ The files are zip archives with uncompressed records for the pickle (``data.pkl`
 (``data/0``, ...), in a folder with an arbitrary name (see ``torch.serialization``).
 
 Containers keep their types, and tensors become arrays. Keys of a state dict, such as ``layers.0.weight``, are not
-split. Objects of other classes cannot be created without their code, so loading them is an error. The exception is
-Lightning checkpoints, where such objects outside weights and optimizer states are left out and reported.
+split. Objects of other classes cannot be created without their code, so loading them is an error. In a Lightning
+checkpoint, however, such objects are left out and reported unless weights or optimizer states contain them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GONE = object()
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # maximum size, in bytes, of a pickle
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # minimum number of bytes to read at once, because the next read is likely to be nearby
+_BLOCK = 256 << 10  # minimum read size, in bytes; the next read is likely to be nearby
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -61,7 +61,7 @@ class NoArchive(DamagedCheckpointError):  # noqa: N818 - no error to callers tha
 
 
 class TorchArchive:
-    """A torch.save archive at an ``offset`` in a larger file. Record offsets are relative to the larger file."""
+    """A torch.save archive, which may start at an ``offset`` in a larger file; record offsets include this offset."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -201,11 +201,11 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 _STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOTALL)
-_DISTRIBUTED = ".metadata"  # file present in every ``.ckpt`` directory saved by several processes
+_DISTRIBUTED = ".metadata"  # file in every ``.ckpt`` directory that several processes saved together
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find a Lightning run's ``.ckpt`` files, and determine the step of each from its name or else its contents."""
+    """Find a Lightning run's ``.ckpt`` files, and get the step of each from its name or, failing that, its contents."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(".ckpt"):
@@ -236,9 +236,9 @@ def read_object(archive: TorchArchive, file: str = "") -> Any:
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data with `Unreadable`; in members not listed in ``needed``, remove them instead.
+    """Replace objects that are not data with `Unreadable`, or remove them from members not listed in ``needed``.
 
-    If ``needed`` is None, nothing is removed. If ``none``, dictionaries may have the key None, unlike in stored trees.
+    If ``needed`` is None, nothing is removed. ``none`` allows None as a dictionary key, unlike in stored trees.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
@@ -341,7 +341,7 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
 
 
 def templates(source: TreeSource) -> list[Any]:
-    """Return a placeholder tensor without memory for every array, and ``...`` for every other leaf."""
+    """Return a meta tensor as a placeholder for each array, and ``...`` for every other leaf."""
     tensors: list[Any] = []
     problems = []
     for leaf in source.leaves:

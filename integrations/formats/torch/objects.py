@@ -153,7 +153,7 @@ def sizes(value: Any) -> tuple[int, ...]:
 
 
 def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """Return a function that applies the conjugation or negation that torch deferred, or None if there is none."""
+    """Return a function that applies the deferred conjugation or negation, or None if neither was deferred."""
     marks = metadata if isinstance(metadata, dict) else {}
     conjugate, negate = marks.get("conj") is True, marks.get("neg") is True
     if not conjugate and not negate:

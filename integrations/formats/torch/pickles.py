@@ -39,7 +39,7 @@ class Inert:
 
 
 class Stateful(abc.ABC):
-    """Base class for objects that a builder creates, and whose state is set later by the opcode ``BUILD``."""
+    """Base class for objects that a builder creates and whose state the opcode ``BUILD`` sets later."""
 
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
