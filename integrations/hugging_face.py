@@ -1,7 +1,7 @@
 """Restore the states of Hugging Face iterable datasets, used alone or in a torchdata loader.
 
-Within an epoch, each new iterator of a dataset starts from the state that was loaded last. A resume must only affect
-the first iterator, so a state works only once. Datasets are recognized by class name, so ``datasets`` is not imported.
+Within an epoch, each new iterator of a dataset starts from the state that was loaded last. A resume must affect only
+the first iterator, so a state is used once. Datasets are recognized by class name, so ``datasets`` is not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in the state
 
 
 class _Start(dict[str, Any]):
-    """A dataset state that empties itself once an iterator has read it, so it is used only once."""
+    """A dataset state that clears itself after the first iterator has read it, so that no later iterator uses it."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)

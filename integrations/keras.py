@@ -36,9 +36,9 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     Each batch is a step. The last step of an epoch is saved after validation, with the epoch's metrics, such as
     ``val_loss``. A run that resumes from the end of an epoch continues bit for bit if its data depends only on
-    ``extras`` and the global random generators of Python, numpy and torch. Steps within an epoch are saved at a
-    preemption and by ``save_interval_steps``. Because ``fit`` cannot start within an epoch, a run that resumes from
-    such a step reads the data of the epoch from the beginning, and a warning states how many batches are repeated.
+    ``extras`` and the global random generators of Python, numpy and torch. Steps within an epoch are saved on
+    preemption and at the interval ``save_interval_steps``. Because ``fit`` cannot start within an epoch, a run that
+    resumes from such a step reads the epoch's data from the beginning, and a warning states how many batches repeat.
 
     Args:
         directory: The checkpoint directory, as a path or URL.
@@ -104,7 +104,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the model and optimizer, whose variables now exist."""
-        if self._began:  # a further call to fit continues the run
+        if self._began:  # a later call to fit continues the run
             return
         self._began = True
         start = {"epoch": 0, "batch": 0}
@@ -123,7 +123,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Raise StateError if the epoch is not the one that follows the checkpoint."""
+        """Raise StateError if the epoch differs from the number of finished epochs."""
         if epoch != self._epoch:
             raise StateError(
                 f"fit begins with initial_epoch={epoch}, and {self._epoch} epochs are in the state: pass "
@@ -146,7 +146,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
         if self._waiting is None:  # the run was stopped after a batch that has already been reported
             return
         batch, self._waiting = self._waiting[0], None
-        self.model.reset_metrics()  # Keras does this when the next epoch starts, which is where a resumed run begins
+        self.model.reset_metrics()  # as Keras does at the start of the next epoch, where a resumed run begins
         self._epoch = epoch + 1
         self._ends.finished = self._epoch
         self._report(batch, logs, {"epoch": self._epoch, "batch": 0})

@@ -57,7 +57,7 @@ from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_r
 from .slots import Attachment, BoxSlot, MemberSlot, PartSlot, Path, Slot, StateSlot
 from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 
-COUNTER = "save_counter"  # name of the edge from a checkpoint to the number of its last numbered save
+COUNTER = "save_counter"  # name of the edge from a checkpoint to its save counter
 
 
 @dataclass(slots=True)
@@ -79,27 +79,27 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Keras only: `listed` returns edges in a given parameter order; `numbered` names the edges as earlier versions did.
+    # Keras only: `listed` returns edges in a given parameter order; `numbered` uses the edge names of earlier versions.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
 class Leaf:
-    """An object with a value, as opposed to a branch with edges."""
+    """An object that has a value instead of edges."""
 
     slot: Slot
     shared: bool  # whether the object is stored only once, even if several paths lead to it
     ready: bool = True  # whether it has a value yet; a lazy module's parameters have none until the first call
     in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
-    opened: Callable[[], View] | None = None  # returns a branch view, for an object that was saved as several values
+    opened: Callable[[], View] | None = None  # returns a branch view to use if the object was saved as several values
 
 
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether the object is marked as untracked, or is code or a tool
+    intended: bool = False  # True if the object is marked as untracked or holds no state, which is not an error
 
 
 View = Branch | Leaf | Unsaved
@@ -194,7 +194,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
 
 
 def _node(node: Node, slot: Slot) -> View:
-    """Return a view of a node, with its own edges and the edges of its root, if any."""
+    """Return a view of a node. If the node has a root, the view also includes the root's edges."""
     edges = _attributes(node, [pair for pair in vars(node).items() if pair[0] not in node._holdfast.untracked], slot)
     if node._holdfast.counter is not None:
         edges.append(Edge(COUNTER, COUNTER, Attachment(node, (COUNTER,), node._holdfast.counter)))
@@ -213,7 +213,7 @@ def _with_root(node: Node | Part, edges: list[Edge]) -> View:
 
 
 def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) -> list[Edge]:
-    """Return the edges to an object's attributes, which are set on restore."""
+    """Return the edges from an object to the given attributes, which a restore sets."""
     anchor, trail = _anchor(holder, slot)
     return [
         Edge(segment, name, Attachment(anchor, (*trail, segment), child, partial(_set_attribute, holder, name)))
@@ -263,7 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
-    """Return a leaf for an optimizer that customizes its state; for any other, return a branch to inner optimizers."""
+    """Return a leaf for an optimizer that customizes its state, and a branch to inner optimizers for all others."""
     inner = [(name, attribute) for name, attribute in vars(value).items() if is_optimizer(attribute)]
     branch = Branch(class_name(value), _attributes(value, inner, slot), optimizer=value)
     if not has_own_protocol(value):

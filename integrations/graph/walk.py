@@ -23,7 +23,7 @@ class LiveNode:
     path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters of each optimizer group, if in the graph
+    groups: list[list[LiveNode]] = field(default_factory=list)  # for each param group, its parameters in the graph
     number: int = -1  # node number in the saved document
     outside: bool = False  # whether the node only refers to an object whose value is saved elsewhere
 
@@ -68,7 +68,7 @@ class LiveGraph:
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
-        """Return the graph without nodes for outside parameters, or unchanged if one of its optimizers needs them."""
+        """Return the graph without outside nodes, or unchanged if its optimizers need them to identify parameters."""
         if any(node.groups or node.optimizer_slots for node in self.nodes):
             return self
         for node in self.own:
@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find reachable objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Objects for which `ends` returns True, and objects below them, only identify the parameters of optimizers.
+    # An object for which `ends` returns True, and all objects below it, serve only to identify optimizer parameters.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """True for a tuple of plain values; Python may merge equal constant tuples into one object."""
+    """Return whether a value is a tuple of plain values; Python may merge equal constant tuples into one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )

@@ -28,7 +28,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
         "metrics": {
             name: entry
             for name, metric in _metrics(trainer.lightning_module).items()
-            # Wrappers such as RunningMean do not count their updates, so check for additional state, too.
+            # Wrappers such as RunningMean do not count updates, so also include metrics with additional state.
             if (entry := accumulated(metric))["updates"] or entry["states"].keys() != metric._defaults.keys()
         },
     }
@@ -62,7 +62,7 @@ def _metrics(module: Any) -> dict[str, Any]:
 
 
 def _grow_trackers(module: Any, names: Collection[str]) -> None:
-    """Extend each MetricTracker until it has as many metrics as when the checkpoint was saved."""
+    """Extend each MetricTracker until it has as many metrics as in the checkpoint."""
     tracker: Any = getattr(loaded("torchmetrics"), "MetricTracker", None)
     for path, part in list(module.named_modules()) if tracker is not None else ():
         if isinstance(part, tracker):

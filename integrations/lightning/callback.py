@@ -240,7 +240,7 @@ class CheckpointCallback(ResumingCallback):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignore the path that a trainer assigns, because the getter always reads it from the directory."""
+        """Ignore the assigned path, because the getter always reads the path from the directory."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -264,7 +264,7 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, without those that belong to a trainer call in progress."""
+        """Return the attributes to pickle, resetting the attributes of a trainer call in progress."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 

@@ -132,7 +132,7 @@ class Fitting:
             return
         self._without_average(checkpoint)
         if self._trainer.precision_plugin.precision == "64-true":
-            # Lightning makes the module float64 only after loading, when the float32 module has rounded the weights.
+            # Lightning converts the module to float64 only after loading, so the weights would be rounded to float32.
             self._trainer.precision_plugin.convert_module(self._trainer.lightning_module)
         weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
         self._shapes = {
@@ -207,7 +207,7 @@ class Fitting:
         origins, taken = _matched(present, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # An optimizer with this method takes the complete state and shards it.
+                taken.append(states[origin])  # such an optimizer shards the complete state itself
             elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
                 taken.append(optimizers[index].state_dict())
@@ -342,7 +342,7 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares the most names (``index`` if tied); None if no names are shared."""
+    """Return the index of the set that shares the most names, preferring ``index`` in a tie; None if none is shared."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
@@ -398,7 +398,7 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
 
 
 def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
-    omitted = (*_NO_OPTIONS, "initial_lr")  # initial_lr is added by schedulers
+    omitted = (*_NO_OPTIONS, "initial_lr")  # schedulers add initial_lr
     firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's mock optimizer has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other

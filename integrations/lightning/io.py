@@ -69,7 +69,7 @@ class ResumePath(str):
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # Trainers check that the path exists locally, so a local path replaces a remote URL; messages show the URL.
+        # Trainers check that the path exists locally, so use an existing path in place of a URL. Messages show the URL.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step

@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the class names of stateful loaders that have more batches than ``limit``, the length of an epoch."""
+    """Return the class names of stateful loaders with more than ``limit`` batches, the maximum for an epoch."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -89,7 +89,7 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the epoch of the samplers before their iterators are created, which is earlier than Lightning sets it."""
+    """Set the epoch of all samplers now, because Lightning sets it only after creating the loaders' iterators."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
@@ -111,7 +111,7 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Return whether a loader has persistent workers. If so, it keeps its iterator and seeds the workers only once."""
+    """Return whether a loader has persistent workers, and thus keeps its iterator and seeds the workers only once."""
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
@@ -159,7 +159,7 @@ def _copied(state: Any) -> Any:
 class DrawnAhead:
     """Tracks the batch that Lightning prefetches to detect the end of a dataset without a length."""
 
-    # If all loaders are replicated, the loader states before this batch are saved instead of the batch, because a
+    # If all loaders are replicated, save their states from before the prefetch instead of the batch itself, because a
     # different number of processes would divide the batch differently.
 
     def __init__(self) -> None:

@@ -217,7 +217,7 @@ class LoopHooks:
 
 
 def clear_restart(loop: Any) -> None:
-    """Clear the restart state of a loop and its nested loops, to keep them from acting on restored counters."""
+    """Clear the restart state of a loop and its nested loops, so that they do not act on restored counters."""
     # A restored loop infers from its counters which hook it was saved in, and then increments steps and skips
     # validation and schedulers. That would be wrong here, because the checkpoint was saved between batches.
     loop.on_iteration_done()
@@ -363,7 +363,7 @@ def averages_models(strategy: Any) -> bool:
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether buffers may differ between processes, that is, whether DDP does not broadcast them."""
+    """Return whether buffers may differ between processes, because the strategy does not broadcast them."""
     options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 

@@ -187,7 +187,7 @@ class FitRecorder:
 
     def _epoch_ends(self, original: Callable[[], None]) -> None:
         self._batch_ends()
-        if self._stop.steps.left is not None:  # The trainer was asked to stop.
+        if self._stop.steps.left is not None:  # the epoch ended during the steps after a signal
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:

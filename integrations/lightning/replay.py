@@ -72,7 +72,7 @@ class EpochReplay:
         self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
         self._has_counters = False  # whether the loops have their restored counters
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._before: dict[str, Any] = {}  # generator states at the last request for loaders; empty if never reloaded
+        self._before: dict[str, Any] = {}  # generator states at the last loader request; {} if loaders are not reloaded
         self._made: dict[str, Any] = {}  # generator states from which the current loaders were created
         self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
         self._ended: list[Any] | None = None  # loader states restored from a save at the end of an epoch
@@ -146,7 +146,7 @@ class EpochReplay:
         if saved is None:
             return
         # The program may have created loaders already, for example through trainer.estimated_stepping_batches in
-        # configure_optimizers. These loaders are for epoch 0, and their workers have started on the order of epoch 0.
+        # configure_optimizers. Discard these loaders, whose workers may already be loading batches of epoch 0.
         private_api.forget_loaders(self._loop)
         private_api.skip_sanity_check(self._loop)  # The hooks of the sanity check would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
@@ -216,7 +216,7 @@ class EpochReplay:
         if len(parts) == 1 or loaders.all_stateful(parts):
             self._fit.count(original, fetcher)
             return
-        # With several loaders, the shorter ones restart mid-epoch and are reseeded.
+        # Shorter loaders restart mid-epoch and draw new seeds, so record the generator states before each restart.
         before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
         if loaders.has_restarted(marks, loaders.marks(fetcher)):

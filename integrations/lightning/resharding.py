@@ -25,14 +25,14 @@ class SavedPosition:
     """The saved data position that this process resumes from."""
 
     tree: dict[str, Any]
-    is_new: bool = False  # whether this process has no saved position, because there are now more processes
-    keeps_random: bool = False  # whether this process keeps the global generators as the program has seeded them
+    is_new: bool = False  # whether this process has no saved position, because processes were added
+    keeps_random: bool = False  # whether this process keeps the global generators that the program has seeded
     until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed once the loaders exist
     until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed before the first batch
 
     @property
     def is_cut_off(self) -> bool:
-        """True if the saved run ended before the work that follows its last batch, such as validation."""
+        """True if the saved run ended before it completed the work that follows its last batch, such as validation."""
         return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
 
 
@@ -122,7 +122,7 @@ def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
 def reshard_states(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
-    """Replace the saved data loader states with those that ``reshard`` returns for this process."""
+    """Replace the saved data loader states with the states that ``reshard`` returns for this process."""
     owners = {"": saved, "epoch/": saved.get("epoch", {})}  # states at the save and at the start of the epoch
     replicated = saved.get("replicated", ())
     divided = [
@@ -157,7 +157,7 @@ def reshard_states(
 
 
 def describe_left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe which processes start with fresh per-process state, or which processes' saved state is dropped."""
+    """Describe which processes start with fresh per-process state, or whose saved state is dropped."""
     state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on start with fresh {state}"

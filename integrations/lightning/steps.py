@@ -22,7 +22,7 @@ _NOTHING: Any = object()
 class Fit:
     """One ``fit``: its trainer, checkpoint directory, callback options, and step count."""
 
-    # ``global_step`` counts only the steps of Lightning optimizers. Batches trained without one are counted here.
+    # ``global_step`` counts only the steps of Lightning optimizers. Batches trained without these are counted here.
 
     trainer: Any
     store: RunStore
@@ -37,11 +37,11 @@ class Fit:
         return int(self.trainer.global_step) + self.batches
 
     def say(self, text: str, *args: object) -> None:
-        """Announce a message about the run, but only in process 0."""
+        """Announce a message about the run in process 0; other processes only log the message."""
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
-        """Train on one batch, and count it here if it is a step that ``global_step`` does not count."""
+        """Train on one batch, and count the batch as a step if ``global_step`` does not include it."""
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             train(fetcher)
@@ -61,7 +61,7 @@ class Fit:
             self.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
-        """Return the trained parameters, with torch's version counters, and whether they belong to optimizers."""
+        """Return the trained parameters with their version counters, and whether optimizers hold these parameters."""
         trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}

@@ -52,7 +52,7 @@ class FitStop:
         """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # not the last batch, because validation may follow
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # exclude the last batch, which validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:

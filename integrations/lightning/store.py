@@ -97,7 +97,7 @@ class CallbackArguments(ProgramOptions):
 PROCESS = "process"
 """The item that stores the data position of each process in a run with several processes."""
 
-_OF_EVERY = {"every": True}  # restores the positions of all processes if their number has changed
+_OF_EVERY = {"every": True}  # restores the positions of all processes if the number of processes has changed
 
 Template = Mapping[str, Any] | None
 """Maps entries of the Lightning checkpoint dictionary to their templates."""
@@ -187,7 +187,7 @@ class RunStore:
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
-        """Fetch the newest step from the mirror if it is newer than those in the directory; a collective call."""
+        """Fetch the newest step from the mirror if it is newer than all steps in the directory; a collective call."""
         if self.may_fetch:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
@@ -209,7 +209,7 @@ class RunStore:
         return named[1] if named is not None and named[0] == self._series else None
 
     def score(self, step: int | None) -> float | None:
-        """Return the value of the ranking metric for a step; None if the step has no such value."""
+        """Return the value of the ranking metric for a step; None if the step lacks this metric."""
         metric = self._options.best_fn
         if metric is None or step is None:
             return None
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Create a manager; add an item for data positions if there are several processes or a saved step has one."""
+        """Create a manager; add a data position item if there are several processes or a saved step has this item."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries

@@ -79,7 +79,7 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each saved name to its current name. They differ if a submodule is compiled in only one of the runs."""
+    """Map each saved name to its current name. The names differ if only one of the runs compiles a submodule."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
@@ -166,7 +166,7 @@ class SharedState:
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return what process 0 sends: the leaf, or a placeholder for a tensor that is large or in every process."""
+        """Return what process 0 sends: the leaf, or a placeholder for a tensor that is large or in all processes."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):

@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need their saved versions to load older states. As there may be many, one leaf holds all versions.
+        # Modules may need these versions to load older states. There may be many, so a single leaf holds all versions.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -100,14 +100,14 @@ def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[
 
 
 def is_plain_tree(value: Any) -> bool:
-    """Return whether a value can be saved without leaving anything out."""
+    """Return whether a value can be saved completely."""
     plain = _Plain()
     plain.entries({"": value}, ())
     return not plain.left
 
 
 class _Plain:
-    """Converts values to plain data and arrays, and records which types were converted and which entries omitted."""
+    """Converts values to plain data and arrays, and records converted types and omitted entries."""
 
     def __init__(self) -> None:
         self.left: list[str] = []

@@ -73,7 +73,7 @@ class Ending:
         logger.warning(text, how, self.step, saved, self.directory, lost, advice)
 
 
-_open: dict[str, Ending] = {}  # runs whose callback is open, by directory; does not keep loop states alive
+_open: dict[str, Ending] = {}  # runs with an open callback, keyed by directory; holds no references to loop states
 os.register_at_fork(after_in_child=_open.clear)
 
 

@@ -197,9 +197,9 @@ class CheckpointCallback:
             generators, unless they are ``replicated``.
         witness: Whether to record the steps after each save, with which a resumed run compares its first steps. A log
             line lists the identical steps, and a warning describes any difference.
-        on_inexact: What to do if the steps of a resumed run differ from those before the stop: log a warning
-            (``"warn"``), raise ``StateError`` at that step and stop saving (``"raise"``), or only record the difference
-            in ``proof`` and an event (``"ignore"``).
+        on_inexact: What to do if a step of a resumed run differs from the recorded step: log a warning (``"warn"``),
+            raise ``StateError`` at that step and stop saving (``"raise"``), or only record the difference in ``proof``
+            and an event (``"ignore"``).
 
     Args: preemptions
         signals: Names of the signals that announce a preemption, after which the run saves the current step and ends. A
@@ -432,7 +432,7 @@ class CheckpointCallback:
             seen = Report(start.step, start.state, extras=start.extras).seen({})
             self._restored = None if restored is None else restored.step
             why_not = why_not_comparable(self._options, adapter.misfits)
-            if self._ending.step is not None:  # the loop went back, perhaps to train in a different way
+            if self._ending.step is not None:  # the loop restored an earlier step, perhaps to train differently
                 why_not, self._ending.step = f"the loop went back after step {self._ending.step}", start.step
             self._witness.begin(seen, self._restored, why_not)
             self._restores = restores_of(self._manager)
@@ -509,7 +509,7 @@ class CheckpointCallback:
             SaveFailedError: An earlier background save failed; this step is saved nevertheless.
             StateError: The callback is closed, or the directory contains checkpoints that were not restored; or the
                 state lacks parts that ``restore_or_initialize`` returned, or is a state dict passed to that method;
-                or the steps after the resume differ from those before the stop and ``on_inexact="raise"``.
+                or a step of a resumed run differs from the recorded step and ``on_inexact="raise"``.
         """
         if self._names:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
@@ -601,7 +601,7 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Exit now, skipping the rest of the program, because the loop ended in the steps that follow a preemption."""
+        """Exit now and skip the rest of the program, because the loop ended during the steps after a preemption."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
@@ -681,7 +681,7 @@ class CheckpointCallback:
             warn_of_unrestored(extras, self._names)
         last, restores = self._ending.step, restores_of(self._manager)
         if restores != self._restores and last is not None and step <= last:
-            self._witness.forget()  # the program went back via the manager, so steps since the last save do not count
+            self._witness.forget()  # the manager restored an earlier step, so compare no steps until a save or resume
         if restores != self._restores or last is None:
             last = self._manager.resumed_from
         if last is not None and step < last:

@@ -32,7 +32,7 @@ GLOBAL_GENERATORS = "global_generators"
 def tree_of(extra: Any, *, was_plain: bool = False) -> Any:
     """Return the tree to save for an extra. The tree of a stateful object is a snapshot."""
     if was_plain and is_template(extra) and not is_nnx(extra):
-        return encode_state(extra)  # it is restored without a template, so its tree has to name libraries and classes
+        return encode_state(extra)  # restored without a template, so the tree must name libraries and classes
     return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
@@ -41,17 +41,17 @@ def changes_in_place(extra: Any) -> bool:
 
 
 def is_object(extra: Any) -> bool:
-    """Return whether a resume can restore an extra only into an object that the program passes."""
+    """Return whether a resume restores an extra into an object that the program must pass."""
     return is_stateful(extra) or is_nnx(extra)
 
 
 def moves(extra: Any) -> bool:
-    """Return whether an extra needs a snapshot at every step, because the loop may draw from it before it is saved."""
+    """Return whether an extra needs a snapshot at every step, because the loop may advance the extra before a save."""
     return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
 
 
 def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
-    """Return whether an extra differs between processes, as the position of a data iterator does."""
+    """Return whether an extra differs between processes, like the position of a data iterator."""
     return (changes_in_place(extra) or is_plain(extra)) and not (name in replicated or is_replicated(extra))
 
 
@@ -66,7 +66,7 @@ def checksum_of(tree: Any) -> int | None:
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees of all extras that are templates, from which restored values get their types and shardings."""
+    """Return the trees of all extras that serve as templates for the types and shardings of restored values."""
     return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
 
 

@@ -1,4 +1,4 @@
-"""Checks the first reports and saves of a loop for signs that a resume would not be exact.
+"""Check the first reports and saves of a loop for signs that a resume would not be exact.
 
 The checks read names, sampled values, counters and classes, without changing the program or calling its code.
 """
@@ -45,7 +45,7 @@ _ALL = 1 << 30  # no limit on the number of leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # maximum numbers of leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState or optax state counts updates
 _FAR = 100  # number of reports after which any trained state must have changed
-# Private attributes of torch's DataLoader iterators: the number of batches taken, the sampler, and a reuse flag.
+# Private attributes of torch's DataLoader iterators: batches taken, index sampler, and persistent-workers flag.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
 _OTHER_STATE = "on_step(%d) got a state other than restore_or_initialize returned: it lacks %s. Pass the whole state"
@@ -165,7 +165,7 @@ class FirstSteps:
             self._looks, self._sampler = [], Sampler()  # a new sampler, because the old one still refers to tensors
 
     def look_at_save(self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]]) -> bool:
-        """Check a report before it is saved, and whether a resume would refuse it. Return True after the last check."""
+        """Check a report before it is saved; warn if a resume would refuse it. Return True after the last check."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
@@ -212,7 +212,7 @@ class FirstSteps:
                 raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
-        """Return whether the step, but not an update counter, rose by one more in the first report than in the next."""
+        """Return whether the step, unlike an update counter, rose by one more in the first report than in the next."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
         counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
@@ -298,13 +298,13 @@ def compare_processes(
     if processes.alone:
         return
     parts: dict[str, int] = {}
-    with contextlib.suppress(Exception):  # even after an error, answer the other processes, which wait
+    with contextlib.suppress(Exception):  # even after an error, answer the waiting processes
         alike = _alike(state, extras or {})
         parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in alike.items() if is_torch_tensor(leaf)}
         if step is not None:
             plain = {name: leaf for name, leaf in alike.items() if not hasattr(leaf, "placements")}
             parts = dict(zip(plain, Sampler().take([*plain.values()]).fetch(1)[0].tolist(), strict=True))
-    # If a process does not answer, the save itself fails and says why.
+    # If a process does not answer, the save itself fails and reports the cause.
     with contextlib.nullcontext() if step is None else contextlib.suppress(HoldfastError, OSError):
         names = processes.agree("the trained parameters", parts, _differing)
         if names and step is None:
@@ -385,7 +385,7 @@ def _live(*classes: type) -> list[Any]:
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
-    """Return torch's live DataLoader iterators, or none if an extra or part of the state may hold their position."""
+    """Return torch's live DataLoader iterators, or [] if an extra or part of the state may hold their position."""
     iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
     has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)

@@ -176,7 +176,7 @@ class Hyperparameters:
         """Return the restored state with the chosen hyperparameters. Log differences not caused by training."""
         is_mine = counting == "program"
         began = {} if is_mine else began
-        self._options = list(_options(state, extras))  # collected again, because a restore replaces these groups
+        self._options = list(_options(state, extras))  # collected again, because the restore has replaced these groups
         pairs = {name: (self._values.get(name, saved), saved) for name, saved in self._now(state).items()}
         differing = {
             name: (mine, saved)
@@ -219,7 +219,7 @@ class Hyperparameters:
         return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the initial values of the hyperparameters whose current values in a state are different."""
+        """Return the initial values of all hyperparameters that have different values in a state."""
         pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {
             name: start

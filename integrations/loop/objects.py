@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast")
 
 _SAMPLED = 8  # number of parameters to sample if torch does not count their changes
-# Classes of torch.distributed, by module, whose parameters or state differ between the processes.
+# Classes in torch.distributed whose parameters or state differ between processes, mapped to advice.
 _DIVIDED = {
     ("optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "divides its state among the processes, so that no "
     "process can save all of it. Leave it out of the state, and pass the part of each process as an extra, "
@@ -286,7 +286,7 @@ class VersionCounters:
             self._gradient = weakref.ref(gradient), gradient._version
 
     def new_gradients(self) -> list[str]:
-        """Return the names of parameters that got new gradients in the last step. This may wait for a device."""
+        """Return the names of parameters that received new gradients in the last step. This may wait for a device."""
         tensors = self._tensors.items() if self._has_new_gradient else ()
         leaves = [(name, tensor.grad) for name, tensor in tensors if tensor.is_leaf]
         return [name for name, gradient in leaves if gradient is not None and _is_usable(gradient)]

@@ -1,4 +1,4 @@
-"""Handles preemption signals by setting a flag that the loop checks after each step, and protects worker processes."""
+"""Handle preemption signals by setting a flag that the loop checks after each step, and protect worker processes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ...engine.streams import silence_lost_streams
 logger = logging.getLogger("holdfast")
 
 _ONE_CTRL_C = 1.0  # seconds within which repeated signals count as one
-_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # ignored under nohup and &, where the program outlives its terminal
+_OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # ignored under nohup and &, so that the program outlives its terminal
 
 WITHOUT_GRACE = 10.0
-"""Number of seconds that an early exit waits for the mirror if ``grace_secs`` is unknown."""
+"""Number of seconds that an early exit waits for the mirror if ``grace_secs`` is not set."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class PreemptionSignal:
-    """A flag that signals set, so that a loop can save before the process ends.
+    """A flag that preemption signals set, so that a loop can save before the process ends.
 
     Schedulers announce a preemption with SIGTERM and kill the process some seconds later. The handler only sets a flag,
     because nothing else is safe in the middle of a step, and then calls the previous handler. Handlers can only be
@@ -61,7 +61,7 @@ class PreemptionSignal:
 
     @property
     def received(self) -> bool:
-        """True if a signal has arrived. This is cheap enough to read in evaluation loops."""
+        """True if a signal has arrived. Reading this is cheap enough for evaluation loops."""
         return self._received is not None
 
     @property
@@ -177,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers. If a later handler still calls this one, this one only forwards the signal."""
+        """Restore the previous handlers. If a later handler still calls ours, ours only forwards the signal."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -205,8 +205,8 @@ class PreemptionSignal:
             self.request(number)
             if number == signal.SIGHUP:
                 silence_lost_streams()  # the terminal may be closed, in which case output to it would end the program
-            # Python's handler for Ctrl-C would raise an error before the step is saved, so do not call it for the first
-            # Ctrl-C. A terminal and a launcher may both forward the same Ctrl-C.
+            # Python's handler would raise an error before the step is saved, so skip it for the first Ctrl-C, and for
+            # repeats within a second: a terminal and a launcher may both forward the same Ctrl-C.
             if previous is signal.default_int_handler and self.age < _ONE_CTRL_C:
                 return
         if callable(previous):
@@ -237,9 +237,9 @@ class _JaxAgreement:
     """Asks JAX whether the processes of a ``jax.distributed`` run have reached the point at which all of them stop."""
 
     # JAX agrees only once per connection, on one more than the largest number passed by any process, and returns True
-    # only for that number. The numbers therefore count the calls since the connection was made, over all runs: step
-    # numbers would be far above the agreed number after a resume, and below it in a second run of the same process.
-    # Once the point is reached, the answer stays True, because JAX does not report later signals.
+    # only for that number. Therefore, pass the number of calls since the connection was made, across all runs. Step
+    # numbers would not work: a resumed run would be far above the agreed number, and a second run of the process below
+    # it. Once the point is reached, the answer stays True, because JAX does not report later signals.
 
     def __init__(self) -> None:
         self._connection: Any = None
@@ -264,7 +264,7 @@ _jax_agreement = _JaxAgreement()
 
 # ---- worker processes that survive the signals of a preemption, and end with their parent process
 #
-# Schedulers send SIGTERM to every process of a job. The training process can only save if the worker processes that
+# Schedulers send SIGTERM to every process of a job. The training process can save only if the worker processes that
 # load its data survive the signal, too. While a callback watches for signals, this module wraps ``Process.start`` of
 # ``multiprocessing``, which starts these workers: the new process then runs inside :class:`_Worker`, which ignores the
 # signals regardless of the start method.
