@@ -57,7 +57,7 @@ class CheckpointCallback(LoopCallback):
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # saved step, perhaps not durable yet, that has not been reported
+    _unreported: int | None = None  # saved step that has not been reported, and may not be durable yet
     _reported_step: int | None = None
     _has_stopped = False
 
@@ -127,7 +127,7 @@ class CheckpointCallback(LoopCallback):
             return
         last = self._last_step
         self._report()
-        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # close() saved it
+        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved by close()
             self._unreported = last
             self._report()
         if self.should_stop and self._preemption.number != DRAINED:
@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """After a save, report the step saved before it, which is durable because a save waits for the previous one."""
+        """After a save, report the previous saved step, which is durable because each save waits for the last one."""
         if self._worker is None:
             return outcome
         if outcome.saved:
