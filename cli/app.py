@@ -43,7 +43,7 @@ _MODULES = {  # command names, keyed by the module that defines them
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # command, and environment variable for completion requests
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # command name; environment variable that requests completions
 _SCRIPTS = {  # keyed by shell: path of the completion script, path of the startup file, and the line to add to it
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),

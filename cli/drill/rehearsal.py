@@ -29,7 +29,7 @@ from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # libraries that affect the drill's advice
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# Numbers of steps after which a signal counts as ignored: for one process, and for several, which agree on a step.
+# Steps after which a signal counts as ignored: in one process, and in several, which must agree on a step to stop at.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 

@@ -89,7 +89,7 @@ class History:
     fallbacks: int = 0  # number of restores that skipped damaged steps
     redone_steps: int = 0  # number of steps that were lost in interruptions and trained again
     redone_seconds: float = 0.0
-    hides_steps: bool = False  # whether an attempt was killed, so that its last steps are unknown
+    hides_steps: bool = False  # whether an attempt was killed, which leaves its last steps unknown
 
     @property
     def saves(self) -> list[Save]:

@@ -52,7 +52,7 @@ class StateAdapter:
 
     # Phrases for error messages: a state that accepts weights, the modules in a state, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
+    is_component_tree = False  # whether states are component trees, which omit an empty item for extras
     empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; the loop may fill them
     is_live = False  # whether states contain live objects or torch tensors; old checkpoints may hold gradients
 

@@ -108,7 +108,7 @@ class AgreedStop(Stop):
 
     # A thread in each process polls the store for a signal. After a signal, every process reports its progress and
     # waits at its current point, and all processes then stop at the first point that none has passed. Without a signal,
-    # passing a point takes a lock, but sends no messages.
+    # passing a point only takes a lock, and sends no messages.
 
     def __init__(
         self,

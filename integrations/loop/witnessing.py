@@ -39,7 +39,7 @@ from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shar
 logger = logging.getLogger("holdfast")
 
 _SAVES = 5  # maximum number of earlier saves, to the directory or local storage, that may still be in progress
-_LAST = 4  # number of step reports after which the comparison is summarized in one line
+_LAST = 4  # number of step reports before the summary of the comparison is logged
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def forget(self) -> None:
-        """Stop recording and comparing until the next save or resume, because the program returns to an old step."""
+        """Stop recording and comparing steps until the next save or resume: the program returns to an earlier step."""
         with self._only_logged():
             for file in self._files:
                 file.finish()

@@ -52,8 +52,8 @@ class CheckpointCallback(LoopCallback):
       function returned. This counts as a failure in ``FailureConfig(max_failures=...)``.
     - When Ray announces that it will remove a node, all workers save the same step and continue until Ray stops them.
       This counts toward ``max_preemption_failures``.
-    - A run resumes from the newest step in ``directory``, whether or not it has been reported. If there is none, the
-      run resumes from a copy of the checkpoint that ``ray.train.get_checkpoint()`` returns.
+    - A run resumes from the newest step in ``directory``, whether or not it has been reported. If the directory
+      has no step, the run resumes from a copy of the checkpoint that ``ray.train.get_checkpoint()`` returns.
     """
 
     _worker: Worker | None = None
@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """After a save, report the previous saved step, which is durable because each save waits for the last one."""
+        """After a save, report the previously saved step, which is durable because saves wait for the previous save."""
         if self._worker is None:
             return outcome
         if outcome.saved:

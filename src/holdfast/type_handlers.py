@@ -1,4 +1,4 @@
-"""Leaf handlers, for your own types and for the single file that stores many small leaves.
+"""Leaf handlers for your own types, and handlers for the single file that stores many small leaves.
 
 In Orbax, this module also has functions that enable OCDBT. holdfast always stores arrays in an OCDBT database, but
 accepts calls to these functions, so that programs written for Orbax run unchanged.
