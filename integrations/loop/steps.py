@@ -198,7 +198,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state. If ``grows`` is true, the state may have another structure than a fresh state."""
+        """Start watching the state. If ``grows`` is true, the state may differ in structure from a fresh state."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}

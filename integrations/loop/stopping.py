@@ -32,7 +32,7 @@ _Progress = tuple[int, int]  # (finished training batches and epochs, validation
 
 
 class StepsAfterSignal:
-    """The steps that all processes run after saving at a preemption, so that the resumed run can be compared."""
+    """The steps that all processes run after a save at a preemption; a resumed run is compared with these steps."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
         self.left: int | None = None  # number of steps left before the run stops; None before the save
@@ -83,7 +83,7 @@ class StepsAfterSignal:
 
 
 class Stop:
-    """Stops a single process after the batch in which a signal arrives, or JAX processes when JAX decides to."""
+    """Stops a single process after the batch in which a signal arrives, and JAX processes at the step chosen by JAX."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption

@@ -83,7 +83,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the update counter of the ``nnx.Optimizer``, a new array after each update; None if there is none."""
+        """Return the update counter of the ``nnx.Optimizer``, a new array after each update; None if it is gone."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -304,7 +304,7 @@ def _parts(part: _Node) -> Iterator[_Node]:
 
 
 def _class_of(part: _Node, prefix: int) -> str:
-    """Return the class name of a state in an optimizer chain, or its keys in an nnx optimizer (it stores no names)."""
+    """Return the class name of a state in an optimizer chain, or its keys for nnx, which stores no class names."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))

@@ -138,7 +138,7 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
-        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` gives a reason."""
+        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` is set."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -424,7 +424,7 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return the values that two comparable runs share, and the processor, which may explain rounding differences."""
+    """Return the values that comparable runs must share, and the processor, which may explain rounding differences."""
     names = ("torch", "jax", "numpy", "lightning")
     modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
     versions = [f"{name} {module.__version__}" for name, module in modules.items()]
