@@ -43,7 +43,7 @@ _MODULES = {  # command names, keyed by the module that defines them
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the environment variable with which shells request completions
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # command name; environment variable that requests completions
 _SCRIPTS = {  # keyed by shell: path of the completion script, path of the startup file, and the line to add to it
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
@@ -89,7 +89,7 @@ def _import_numpy() -> None:
 
 
 class _Unloaded(click.Command):
-    """A placeholder for a command, which is imported only when a user calls it or a shell requests its completions."""
+    """A placeholder that imports its command only when a user runs it or a shell requests its completions."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

@@ -136,7 +136,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    Rules that you do not set are those the run last used. The newest checkpoint and pinned checkpoints are always kept.
+    Rules that you omit default to the run's last rules. The newest checkpoint and pinned checkpoints are always kept.
     """
     rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)

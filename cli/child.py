@@ -48,7 +48,7 @@ def observer() -> Observer:
 
 
 class Heartbeat(Observer):
-    """Reports this process's progress and events to a supervisor, and dumps the thread stacks when signalled."""
+    """Reports this process's progress and events to a supervisor, and dumps the thread stacks on request."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"heartbeat.{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Demonstrate that a run preempted halfway resumes and ends with the same bits as an uninterrupted run.
+"""Demonstrate that a run that is preempted halfway and resumed ends with the same bits as an uninterrupted run.
 
 ``python -m holdfast.cli.demo [DIR]`` keeps its files in DIR; without DIR, the files are removed at the end.
 """

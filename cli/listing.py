@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add a verdict on the newest resume from each step, such as ``exact``, or ``recorded`` before any comparison."""
+    """Add a verdict on the newest resume from each step, such as ``exact``, or ``recorded`` if none was compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:

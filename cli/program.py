@@ -122,7 +122,7 @@ class Program:
         return events
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program ends, ``look()`` is true or ``limit`` seconds pass; return the status."""
+        """Forward signals until the program ends, ``look()`` is true or ``limit`` seconds pass; return its status."""
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
             while self._signals.received:

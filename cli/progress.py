@@ -25,7 +25,7 @@ _BETWEEN_FRAMES = 0.1  # refresh interval, in seconds
 
 
 class Meter:
-    """A :class:`~holdfast.reports.Progress` that shows the bytes processed by a call if it takes over a second."""
+    """A :class:`~holdfast.reports.Progress` that displays the number of bytes processed during a long call."""
 
     def __init__(self, call: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call

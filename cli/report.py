@@ -12,7 +12,7 @@ from typing import Any
 from ..engine.clock import format_size
 from .streams import one_line, say, visible
 
-_WRAPPED = 1000  # maximum number of rows to fit to the terminal; rich takes half a millisecond per row
+_WRAPPED = 1000  # maximum number of rows to fit to the terminal width; rich takes 0.5 ms per row
 _FOLDED = 20  # minimum width of a wrapped cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 

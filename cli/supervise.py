@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
-EARLY = 60.0  # also give up after STALLED attempts in a row that end within this many seconds without starting a run
+EARLY = 60.0  # also give up after STALLED consecutive attempts that end within this many seconds, before a run starts
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 

@@ -20,9 +20,9 @@ _NEVER = "; did you mean 'never', which raises an error if there is a checkpoint
 Partial = Literal["initialize"] | None
 OnInexact = Literal["warn", "raise", "ignore"]
 Reshard = Callable[[str, Sequence[Any], int, int], Any]
-"""A function that returns the state of one process, given the states of all processes that saved.
+"""A function that returns the state of one process, given the states that all processes saved.
 
-Its arguments are a name, the saved states, the index of the process and the number of processes.
+Its arguments are the name of an extra, the saved states, the index of the process and the number of processes.
 """
 
 

@@ -3,7 +3,7 @@
 Scalars follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
 ``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags and duplicate keys are rejected.
 
-``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` provides a default. If an
+``${env:NAME}`` is replaced by the value of an environment variable; ``${env:NAME,value}`` provides a default. If an
 unquoted scalar consists of a single reference, its value is parsed as YAML and may be a number; otherwise, it is text.
 """
 

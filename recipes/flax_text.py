@@ -48,7 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """An endless iterator over int32[batch_size, context + 1] batches. Each batch depends on the seed and its index."""
+    """An endless iterator over int32[batch_size, context + 1] batches. Batches depend on the seed and their index."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus

@@ -89,7 +89,7 @@ class Report(Callback):
         self.progress = self.context.progress(self.start, self.train.steps)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report an update, unless a validation follows, because :meth:`on_validation_end` then reports the update."""
+        """Report an update. If a validation follows, :meth:`on_validation_end` reports the update instead."""
         if self.progress is not None and trainer.global_step % self.train.eval_interval_steps:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 

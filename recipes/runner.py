@@ -91,7 +91,7 @@ def first_step(configuration: Configuration) -> int:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
-    """Get newer steps from the mirror if ``fetch``, check the resume rules, and return the step to resume from or 0."""
+    """Check the resume rules and return the step to resume from, or 0. If ``fetch``, first update from the mirror."""
     section = configuration.config.checkpoint.options()
     options = section.manager_options()
     if not fetch:

@@ -230,7 +230,7 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoints:
         _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
-            swap(new_trainer(config), config.swap)  # a trial swap reveals mistakes in the configuration early
+            swap(new_trainer(config), config.swap)  # try the swap now, to detect configuration errors early
         progress = context.progress(start, total)
         while trainer.step < total and not stopped:
             if trainer.step == config.swap.at_step and swap(trainer, config.swap):

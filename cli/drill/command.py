@@ -109,7 +109,7 @@ class _StoppedError(Exception):
 def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Write the program after two dashes: holdfast drill -- python train.py. It first runs undisturbed for some
+    Write the program after two dashes: holdfast drill -- python train.py. The program first runs undisturbed for some
     steps, and then with interruptions by SIGTERM and SIGKILL. Checkpoints go to separate directories; the checkpoints
     of your runs are neither read nor written. Other files, such as logs, go to their usual locations. Exit status: 0 if
     all is well, 1 if a problem is found (the report names the likely cause), 2 if the drill cannot be carried out.
@@ -432,7 +432,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Return differences at the first differing step or, if ``all_steps``, at all. Skip pairs known to be equal."""
+        """Return the differences at all steps or only at the first differing one. Skip pairs known to be equal."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [

@@ -68,7 +68,7 @@ class Trace:
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # all begin as process 0
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # initially, all report 0
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -143,7 +143,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference. ``run`` is the trace of the attempt that first produced it."""
+    """Finds the likely causes of a difference. ``run`` is the trace of the first attempt with a difference."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -273,7 +273,7 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# Words in the names of values that rarely affect the next step: values that are only reported, and times.
+# Words in names of values that rarely affect the next step, because they are only reported or are times.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 

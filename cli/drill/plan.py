@@ -20,13 +20,13 @@ CLAIMS = "claims.jsonl"  # file in RUNS with a line {"url": ..., "target": ...} 
 class DrillPlan:
     """The instructions for one attempt to run the program. Step positions are 1-based."""
 
-    name: str  # name of this attempt and its trace file
+    name: str  # name of this attempt and of its trace file
     count: int | None = None  # end after this many distinct steps; None for no limit
     last: int | None = None  # end after this step; None for no limit
     save: tuple[int, ...] = ()  # steps to save in addition to the program's own saves
     save_places: tuple[int, ...] = ()  # positions of further steps to save
     dense_bytes: int = 0  # save every step if ``count`` checkpoints take up less than this many bytes
-    point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None for no interruption
+    point: Point | None = None  # interrupt at ``step``, ``validation`` or ``commit``; None for no interruption
     step: int = 0  # interrupt when the program first reaches ``point`` at or after this step
     signal: int = signal.SIGKILL
 

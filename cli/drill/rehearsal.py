@@ -27,9 +27,9 @@ from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # imports that affect the drill's advice
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # libraries that affect the drill's advice
 _PATIENCE = 60.0  # timeout for pending saves, in seconds
-# A signal counts as ignored after this many steps; several processes need time to agree on a step to stop at.
+# Steps after which a signal counts as ignored: in one process, and in several, which must agree on a step to stop at.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the folder that replaces a URL. If there is none, assign one if ``writes``, or else return the URL."""
+        """Return the folder that replaces a URL. If there is none, assign one if ``writes``, else return the URL."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError if a URL is outside the rehearsal folder, as writing to it would change a real directory."""
+        """Raise StateError if a URL is outside the rehearsal folder, because writing there changes a real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, but no folder of the rehearsal "

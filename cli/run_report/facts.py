@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Estimate the time lost at 0.5, 1 and 2 times the run's save interval ([] if unknown), and at the best one."""
+    """Estimate the time lost at 0.5, 1 and 2 times the run's save interval, and at the best one; [] if unknown."""
     used = experience.interval
     if used is None:
         return []

@@ -51,7 +51,7 @@ class Attempt:
     restored: int | None = None
     restore_seconds: float | None = None
     proof: str | None = None  # verdict on the resume, a key of `PROOFS`
-    compared: int = 0  # last repeated step that was compared with the one before the interruption; 0 for none
+    compared: int = 0  # last step that was compared with the same step before the interruption; 0 for none
     differs: str = ""  # names of the layers that differ
     saves: list[Save] = field(default_factory=list)
     ended: float = 0.0  # time of the last event
@@ -89,7 +89,7 @@ class History:
     fallbacks: int = 0  # number of restores that skipped damaged steps
     redone_steps: int = 0  # number of steps that were lost in interruptions and trained again
     redone_seconds: float = 0.0
-    hides_steps: bool = False  # whether an attempt was killed, so that its last steps are unknown
+    hides_steps: bool = False  # whether an attempt was killed, which leaves its last steps unknown
 
     @property
     def saves(self) -> list[Save]:

@@ -44,7 +44,7 @@ from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
-# Path components that differ at each start of a program: Hydra's timestamps and the version counters of loggers.
+# Matches path components that change at each start of a program: Hydra's timestamps and loggers' version numbers.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
 _MOST_NEIGHBOURS = 20  # maximum number of directories to search
 
@@ -57,15 +57,15 @@ _CHANGED = (
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, even damaged ones, and the manager's newest step, even if it is host-local."""
+    """Return all steps in a directory, even damaged ones, and the manager's newest step, which may be host-local."""
     steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
     return sorted(steps if newest is None else {*steps, newest})
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return a sentence about an unfinished run whose path differs only in a timestamp or counter, or ""."""
-    # Hydra adds the start time to the path and Lightning loggers a counter, so a restart uses a new, empty directory.
+    """Return a hint about an unfinished run whose path differs only in a timestamp or counter, or "" if none exists."""
+    # Hydra adds the start time to the path, and Lightning loggers add a counter, so each restart uses a new directory.
     if not directory.is_local:
         return ""
     parts = directory.path.parts
@@ -95,8 +95,8 @@ def check_resume(
     option: str = "resume={!r}",
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
-    """Raise an error if ``resume`` is ``"must"`` and there are no steps, or ``"never"`` and there are any."""
-    # For messages, ``option`` is the option as the user writes it; ``elsewhere`` says how to avoid this directory.
+    """Raise an error if ``resume`` is ``"must"`` but no steps exist, or if it is ``"never"`` but steps exist."""
+    # In the messages, ``option`` is the option as the user writes it, and ``elsewhere`` says how to start a new run.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
@@ -111,7 +111,7 @@ def check_resume(
 
 
 def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "resume={!r}") -> int | None:
-    """Return the step that ``resume`` selects by number or as ``"best"``, or None for the newest step."""
+    """Return the step that ``resume`` selects, by number or as ``"best"``; None stands for the newest step."""
     if resume != "best" and type(resume) is not int:
         return None
     steps = manager.all_steps()
@@ -269,7 +269,7 @@ def _saved_extras(
 
 
 def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
-    """Return a generator's state if several processes have saved it and all states are equal, or None otherwise."""
+    """Return a generator's saved state if several processes saved equal states for it; otherwise, return None."""
     if name == GLOBAL_GENERATORS:  # ignore idle generators, which may be unseeded
         states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
     return states[0] if len(states) > 1 and all(same_state(state, states[0]) for state in states) else None
@@ -285,7 +285,7 @@ def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str
 
 
 def _in_class_of(fresh: Any, value: Any) -> Any:
-    """Convert a restored dictionary to the fresh one's class if its own class or default factory was not saved."""
+    """Convert a dictionary to the class of ``fresh`` if it was saved without its class or default factory."""
     if type(fresh) is type(value) is dict and fresh is not value:
         return {key: _in_class_of(fresh.get(key), item) for key, item in value.items()}
     is_encoded = type(value) is dict and not all(isinstance(key, (str, int)) for key in value)
@@ -294,7 +294,7 @@ def _in_class_of(fresh: Any, value: Any) -> Any:
         return value
     built = copy.copy(fresh)
     built.clear()
-    for key, item in value.items():  # Counter.update() would add to counts
+    for key, item in value.items():  # Counter.update() adds counts instead of replacing them
         built[key] = item
     return built
 

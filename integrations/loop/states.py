@@ -38,12 +38,12 @@ class LoopArguments(ProgramOptions):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The state and extras, restored or new, that a run starts from."""
+    """The state and extras, restored or new, from which a run starts."""
 
     step: int
     state: Any
     extras: Mapping[str, Any]
-    offset: int  # number of updates in a state minus its step number
+    offset: int  # the state's update count minus the step number
     is_known: bool = True  # False if the state before the first report is unknown
 
 
@@ -52,13 +52,13 @@ class StateAdapter:
 
     # Phrases for error messages: a state that accepts weights, the modules in a state, and a state without modules.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # whether states are component trees, which omit the item for extras if there are none
-    empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; their entries may change
-    is_live = False  # whether states contain live objects or torch tensors, whose gradients old checkpoints may contain
+    is_component_tree = False  # whether states are component trees, which omit an empty item for extras
+    empty: Collection[str] = ()  # paths of dicts that are empty in the initial state; the loop may fill them
+    is_live = False  # whether states contain live objects or torch tensors; old checkpoints may hold gradients
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # collects the misfits of a partial restore; None if all values must match
-        self._fresh: Any = None  # description of the initial state; None before note_fresh
+        self._fresh: Any = None  # description of the initial state; None until note_fresh is called
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         """Return the handler that saves states."""
@@ -81,7 +81,7 @@ class StateAdapter:
         """Return a description of a state, which :meth:`refused` compares with the initial state's description."""
 
     def refused(self, state: Any) -> list[str]:
-        """Describe, one line each, the parts of a state that cannot be restored into the initial state."""
+        """Return one message for each reason why a state cannot be restored into the initial state."""
         return []
 
     def check_savable(self, state: Any) -> None:

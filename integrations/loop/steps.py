@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SLOW = 1e-3  # time in seconds per step above which taking snapshots causes a warning
-_SAMPLES = 3  # number of consecutive slow steps that cause the warning, which reports the fastest of them
+_SLOW = 1e-3  # snapshot time per step, in seconds, above which the step counts as slow
+_SAMPLES = 3  # number of consecutive slow steps before a warning, which reports the shortest snapshot time
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ _NO_STEP = Report(step=-1, state=None)
 
 
 class Positions:
-    """Takes snapshots of extras such as data iterators, because the loop may draw from them before they are saved."""
+    """Takes snapshots of extras such as data iterators, because the loop may advance them before they are saved."""
 
     def __init__(self, plain: list[str]) -> None:
         self.taken: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class Positions:
             objects = {name: extras[name] for name in self.plain if is_object(extras.get(name))}
             warn_of_unrestored(objects, ())  # a resume returns the states of these objects, not the objects themselves
             self.plain = [name for name in self.plain if name not in objects]
-            # Thread time excludes delays by other threads, but also work done in actors, so use wall time for actors.
+            # Thread time excludes delays caused by other threads, but misses work in actors; use wall time for these.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -182,7 +182,7 @@ class StepSaver:
         self._fresh_extras = fresh_types(templates, self._templates) if templates else None
         self._report = _NO_STEP
         self._positions = Positions([name for name, extra in extras.items() if is_plain(extra)])
-        self._versions = VersionCounters()  # for the state, and for extras that are torch modules or optimizers
+        self._versions = VersionCounters()  # versions of the state and of extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = FirstSteps(adapter)
         self._has_warned = False
@@ -198,7 +198,7 @@ class StepSaver:
         return self.step is None or self.holds(self.step)
 
     def begin(self, start: Start, *, grows: bool) -> None:
-        """Start watching the state. With ``grows``, its structure may differ from a fresh state's."""
+        """Start watching the state. If ``grows`` is true, the state may differ in structure from a fresh state."""
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
@@ -208,7 +208,7 @@ class StepSaver:
         return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
     def _ask(self, look: Callable[[FirstSteps], bool | None]) -> None:
-        """Run a check of the first steps; raise its StateError, but only log any other exception."""
+        """Run a check of the first steps. Propagate a StateError; log any other exception and stop checking."""
         try:
             if self._first_steps is not None and look(self._first_steps):
                 self._first_steps = None
@@ -219,7 +219,7 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Record a step that the loop has completed. In a resumed run, compare it with the record of the same step."""
+        """Record a step that the loop has completed. In a resumed run, compare the step with its earlier record."""
         self._ask(lambda first: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
         # Drop the batch, because the next batch may need its memory.
@@ -236,7 +236,7 @@ class StepSaver:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
-        """Let the witness record, without a save, a step that follows the step saved at a preemption."""
+        """Let the witness record a step that follows the save at a preemption. The step itself is not saved."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         if self._witness.watches:
             self._witness.note(lambda: report.seen(positions), report.epochs)
@@ -277,7 +277,7 @@ class StepSaver:
         return True
 
     def _refused(self) -> list[str]:
-        """Describe, one line each, the parts of the last step that a resume would refuse."""
+        """Return one message for each reason why a resume from the last step would fail."""
         refused = self._adapter.refused(self._report.state)
         if self._fresh_extras is not None:
             extras = {name: self._report.extras[name] for name in self._templates}

@@ -23,25 +23,25 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_WITHOUT_GRACE = 2.0  # time in seconds for the steps after a preemption if grace_secs is not set
-_INTERVAL = 0.1  # polling interval of the store in seconds
+_WITHOUT_GRACE = 2.0  # time limit in seconds for the steps after a preemption if grace_secs is not set
+_INTERVAL = 0.1  # interval between polls of the store, in seconds
 _REQUESTS = 1000  # maximum number of store requests per second across all processes
-_PATIENCE = 60.0  # timeout in seconds for answers from other processes, which are due within one batch
+_PATIENCE = 60.0  # timeout in seconds for answers from other processes, which normally answer within one batch
 
-_Progress = tuple[int, int]  # (number of finished training batches and epochs, number of validation batches since then)
+_Progress = tuple[int, int]  # (finished training batches and epochs, validation batches since the last of these)
 
 
 class StepsAfterSignal:
-    """The steps that all processes run after saving at a preemption, for comparison with the resumed run."""
+    """The steps that all processes run after a save at a preemption; a resumed run is compared with these steps."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
-        self.left: int | None = None  # remaining steps, after which the run stops; None before the save
+        self.left: int | None = None  # number of steps left before the run stops; None before the save
         self._options = options
         self._manager = manager
         self._preemption = preemption
         self._durations: deque[float] = deque(maxlen=20)  # durations of the last steps, in seconds
         self._last: float | None = None  # end time of the last step, on the monotonic clock
-        self._until = 0.0  # deadline for these steps, on the monotonic clock
+        self._until = 0.0  # deadline for the steps after the signal, on the monotonic clock
 
     def note_step(self) -> None:
         now = time.monotonic()
@@ -55,7 +55,7 @@ class StepsAfterSignal:
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def begin(self, left_in_epoch: int | None) -> bool:
-        """Return whether to run further steps, which must fit in a quarter of the grace period and in this epoch."""
+        """Decide how many steps fit into a quarter of the grace period and the current epoch; return whether any do."""
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -74,7 +74,7 @@ class StepsAfterSignal:
         return self.left > 0
 
     def count(self) -> int:
-        """Count one step and return how many remain; a process that runs alone returns 0 when time runs out."""
+        """Count one step, and return how many remain; in a single-process run, return 0 if time is running out."""
         assert self.left is not None
         longest = max(self._durations, default=math.inf)
         has_time = time.monotonic() + 2 * longest <= self._until and not self._preemption.again
@@ -83,7 +83,7 @@ class StepsAfterSignal:
 
 
 class Stop:
-    """Stops a single process at the first point after its signal, or JAX processes at the point that JAX chooses."""
+    """Stops a single process after the batch in which a signal arrives, and JAX processes at the step chosen by JAX."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
@@ -106,9 +106,9 @@ class Stop:
 class AgreedStop(Stop):
     """Stops all processes at the same point, even if only one of them has received the signal."""
 
-    # A thread of each process polls the store for a signal. After a signal, every process reports its progress and
+    # A thread in each process polls the store for a signal. After a signal, every process reports its progress and
     # waits at its current point, and all processes then stop at the first point that none has passed. Without a signal,
-    # passing a point takes a lock, but sends no messages.
+    # passing a point only takes a lock, and sends no messages.
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class AgreedStop(Stop):
             self._stop = None if stop is None else tuple(stop)
 
     def _decline(self) -> None:
-        """Inform the other processes that this process will not pass further points."""
+        """Inform the other processes that this process has ended, so that they do not wait for it."""
         if self._answered:
             return
         self._answered, answer = True, json.dumps(None).encode()
@@ -202,7 +202,7 @@ class AgreedStop(Stop):
 
 
 def _first_open(answers: list[Any]) -> list[int] | None:
-    """Return the first point that no process has passed, or None if some process will not pass further points."""
+    """Return the first point that no process has passed, or None if any process has already ended training."""
     if None in answers:
         return None
     batches, validated, _ = max(answers)

@@ -1,6 +1,6 @@
 """The adapter for states that are pytrees or nnx objects, which are saved as trees of their variables.
 
-A loop replaces a pytree instead of changing it in place. Flax is imported only if the state has nnx objects.
+Training loops replace pytrees instead of changing them in place. Flax is imported only if the state has nnx objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast")
 
 
 class TreeAdapter(StateAdapter):
-    """Saves pytrees, as well as nnx objects, either as the whole state or nested in dicts, lists and tuples."""
+    """Saves pytrees and nnx objects. An nnx object may be the whole state, or be nested in dicts, lists and tuples."""
 
     needs, modules = "a state with params, or one module of nnx", "modules of nnx"
 
@@ -44,7 +44,7 @@ class TreeAdapter(StateAdapter):
         self.is_live = is_live
         self._type: type | None = None
         self._optimizer: Callable[[Any], Any] | None = None  # returns the nnx.Optimizer in a state
-        self._count: Any = None  # array with the update count of the nnx.Optimizer in the last state
+        self._count: Any = None  # update counter (an array) of the nnx.Optimizer in the last state
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
@@ -83,7 +83,7 @@ class TreeAdapter(StateAdapter):
         return None
 
     def _updates_of(self, state: Any) -> Any:
-        """Return the ``nnx.Optimizer``'s update counter, or None if it is gone. Each update creates a new array."""
+        """Return the update counter of the ``nnx.Optimizer``, a new array after each update; None if it is gone."""
         assert self._optimizer is not None
         try:
             step = self._optimizer(state).step
@@ -109,7 +109,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Describe, one line each, the parts of a value that cannot be restored into the fresh value."""
+    """Return one message for each reason why a value cannot be restored into the fresh value."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
@@ -117,7 +117,7 @@ def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
 
 
 def is_stream(value: object) -> bool:
-    """Return whether a value is an ``nnx.Rngs``, whose snapshots are cheap because it has few, immutable arrays."""
+    """Return whether a value is an ``nnx.Rngs``, whose snapshots are cheap because its few arrays are immutable."""
     nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Rngs)
 
@@ -196,7 +196,7 @@ def _has_changed(before: Any, now: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace each nnx object in dicts, lists and tuples with the result of ``change``, in order."""
+    """Apply ``change`` to each nnx object in dicts, lists and tuples, in order, and return a copy with the results."""
     if is_nnx(value):
         return change(value)
     if type(value) is dict:
@@ -294,7 +294,7 @@ _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 
 def _parts(part: _Node) -> Iterator[_Node]:
-    """Yield the parts of a chain that have leaves, flattening nested chains."""
+    """Yield the members of an optimizer chain that have leaves, flattening nested chains."""
     name, node = part
     if node is not None and _is_chain(part):
         for child in node.named_children(name):
@@ -304,7 +304,7 @@ def _parts(part: _Node) -> Iterator[_Node]:
 
 
 def _class_of(part: _Node, prefix: int) -> str:
-    """Return the class name of a state in an optimizer chain. nnx optimizers store none, so return the keys instead."""
+    """Return the class name of a state in an optimizer chain, or its keys for nnx, which stores no class names."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))

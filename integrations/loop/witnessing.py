@@ -39,17 +39,17 @@ from .first_steps import cause_in_shardings, cause_in_state, cause_in_sums, shar
 logger = logging.getLogger("holdfast")
 
 _SAVES = 5  # maximum number of earlier saves, to the directory or local storage, that may still be in progress
-_LAST = 4  # number of step reports after which the comparison is summarized in one line
+_LAST = 4  # number of step reports before the summary of the comparison is logged
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The result, so far, of comparing a resumed run with the steps before the stop.
+    """The current result of comparing a resumed run with the steps before the stop.
 
     Attributes:
-        exact: True if all compared steps are identical to those before the stop; False if any step differs; None if no
-            step has been compared, if no step can be compared, or if only rounding differs.
-        steps: The compared steps that are identical to those before the stop.
+        exact: True if all compared steps are identical to the same steps before the stop; False if any step differs;
+            None if no step has been compared, if no step can be compared, or if only rounding differs.
+        steps: The compared steps that are identical to the same steps before the stop.
         differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
         rounding: The largest relative difference that was attributed to rounding, or None.
         why: The reason why no steps can be compared, or an empty string.
@@ -118,15 +118,15 @@ class Witness:
         self._k = 0  # number of step reports since the last save
         self._mark: Any = None  # the epochs at the last report
         self._last: Pending | None = None  # the record of the latest reported step; None if it was not recorded
-        self._files: list[RecordFile] = []  # possibly incomplete files of earlier saves, then the file of the last save
-        self._records = Records()  # records of the step from which the run has resumed
+        self._files: list[RecordFile] = []  # record files of the recent saves, oldest first; may be incomplete
+        self._records = Records()  # records stored with the step from which the run resumed
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have yet to be compared
         self._shardings: Mapping[str, tuple[Any, int]] = {}  # shardings of the restored jax arrays
-        self._layers: dict[str, str] = {}  # descriptions of the layers that were identical
+        self._layers: dict[str, str] = {}  # descriptions of the identical layers, keyed by layer
         self._compares = False  # whether steps are being compared after a resume
         self._has_said = True  # whether the summary of the comparison has been logged
-        self.error: StateError | None = None  # set if the resume is not exact, in which case nothing may be saved
+        self.error: StateError | None = None  # set if on_inexact='raise' and a step differs; no step is saved then
         if enabled:
             on_commit(manager, self._committed)
 
@@ -138,7 +138,7 @@ class Witness:
     # ---- in the order of a run
 
     def begin(self, seen: Seen, step: int | None = None, why_not: str = "") -> None:
-        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` is a reason not to."""
+        """Start observing a run. Compare a resumed run with the saved records unless ``why_not`` is set."""
         with self._only_logged():
             if not self._enabled:
                 return
@@ -167,7 +167,7 @@ class Witness:
             self._compare_restored(records.by_k.get(0, {}), now.finish(), key["devices"])
 
     def forget(self) -> None:
-        """Do not record or compare steps until a save or resume, because the program goes back to an earlier step."""
+        """Stop recording and comparing steps until the next save or resume: the program returns to an earlier step."""
         with self._only_logged():
             for file in self._files:
                 file.finish()
@@ -257,9 +257,9 @@ class Witness:
     def _compare_restored(self, saved: Record, now: Record, devices: str) -> None:
         same, differs = compare(saved, now, self._records.names)
         if self._processes.index or " x " in devices:
-            # All processes restore the same plain arrays. Some, such as buffers that DistributedDataParallel broadcasts
-            # before each step, differed between processes at the save, which matters only if later steps differ, too.
-            # Arrays on several devices are sampled on one of them, and may be sharded differently until the first step.
+            # All processes restore the same plain arrays. Some arrays, such as buffers that DistributedDataParallel
+            # broadcasts before each step, may have differed between processes at the save. Arrays on several devices
+            # are sampled on one device, and may be sharded differently until the first step. Ignore such differences.
             differs.pop("state", None)
         assert self._recorder is not None
         attributes = changed_attributes(saved, self._recorder.attributes)
@@ -301,7 +301,7 @@ class Witness:
             self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
-        """Return the relative difference if it can be caused by rounding on another processor, or None otherwise."""
+        """Return the relative difference if rounding on another processor can explain it; otherwise, return None."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
         devices = str(self._records.key.get("devices") or "cpu")  # empty if all arrays are numpy arrays
@@ -376,7 +376,7 @@ def advice(
     how: HandingOver,
     shardings: Mapping[str, tuple[Any, int]],
 ) -> str:
-    """Explain the likely cause of a difference, what to pass to the callback, and what other state the program has."""
+    """Explain the likely cause of a difference, suggest what to pass to the callback, and list reachable state."""
     from ...engine.fingerprints import not_handed_over  # imported lazily, because few runs need it
 
     if "batch" in differs:
@@ -424,7 +424,7 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return values that must be equal for a comparison, and the processor, which may explain rounding differences."""
+    """Return the values that comparable runs must share, and the processor, which may explain rounding differences."""
     names = ("torch", "jax", "numpy", "lightning")
     modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
     versions = [f"{name} {module.__version__}" for name, module in modules.items()]

@@ -52,12 +52,12 @@ class CheckpointCallback(LoopCallback):
       function returned. This counts as a failure in ``FailureConfig(max_failures=...)``.
     - When Ray announces that it will remove a node, all workers save the same step and continue until Ray stops them.
       This counts toward ``max_preemption_failures``.
-    - A run resumes from the newest step in ``directory``, whether or not it has been reported. If there is none, the
-      run resumes from a copy of the checkpoint that ``ray.train.get_checkpoint()`` returns.
+    - A run resumes from the newest step in ``directory``, whether or not it has been reported. If the directory
+      has no step, the run resumes from a copy of the checkpoint that ``ray.train.get_checkpoint()`` returns.
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # saved step, perhaps not durable yet, that has not been reported
+    _unreported: int | None = None  # saved step that has not been reported, and may not be durable yet
     _reported_step: int | None = None
     _has_stopped = False
 
@@ -127,7 +127,7 @@ class CheckpointCallback(LoopCallback):
             return
         last = self._last_step
         self._report()
-        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # close() saved it
+        if last is not None and last != self._reported_step and last in self.manager.all_steps():  # saved by close()
             self._unreported = last
             self._report()
         if self.should_stop and self._preemption.number != DRAINED:
@@ -149,7 +149,7 @@ class CheckpointCallback(LoopCallback):
             copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """After a save, report the step saved before it, which is durable because a save waits for the previous one."""
+        """After a save, report the previously saved step, which is durable because saves wait for the previous save."""
         if self._worker is None:
             return outcome
         if outcome.saved:

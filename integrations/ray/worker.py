@@ -33,10 +33,10 @@ _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDict
 
 
 def run_directory(name: str = "checkpoints") -> str:
-    """Return the checkpoint directory in the storage of this Ray Train run, which is the same for every worker.
+    """Return the checkpoint directory in the storage of this Ray Train run. It is the same directory for every worker.
 
     Ray registers checkpoints in this directory without copying them. It is a subdirectory of the run's directory, which
-    ``RunConfig(storage_path=..., name=...)`` sets. Pass both arguments so that a restarted program finds the directory.
+    ``RunConfig(storage_path=..., name=...)`` sets. Set both, so that a restarted program finds the same directory.
 
     Args:
         name: The name of the subdirectory.
@@ -137,7 +137,7 @@ class WorkerSignal(PreemptionSignal):
 
     @property
     def is_agreed(self) -> bool:
-        """Always False: agreement through JAX needs JAX's handler, which is replaced here and misses drained nodes."""
+        """Always False: agreement through JAX needs JAX's handler, which is replaced here and ignores drained nodes."""
         return False
 
     @property

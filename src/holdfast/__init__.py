@@ -59,7 +59,7 @@ def _instead_of(name):
 
 
 class _PeerModules:
-    """A module finder that adds hints for Orbax modules: ``import holdfast.v1`` does not call ``__getattr__``."""
+    """A module finder that adds hints for Orbax modules, because ``import holdfast.v1`` bypasses ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):

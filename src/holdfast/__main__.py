@@ -1,4 +1,4 @@
-"""Run the command as ``python -m holdfast``, which works even if its script is not on the PATH."""
+"""Run the command as ``python -m holdfast``, which works even if the ``holdfast`` script is not on the PATH."""
 
 import sys
 

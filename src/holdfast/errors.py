@@ -1,4 +1,4 @@
-"""The errors that holdfast raises on purpose; `holdfast` itself also exports those that programs catch most often.
+"""The errors that holdfast raises. `holdfast` itself also exports the errors that programs catch most often.
 
 Every error derives from :class:`HoldfastError` and from a built-in exception.
 

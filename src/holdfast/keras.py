@@ -1,4 +1,4 @@
-"""The callback for Keras 3's ``model.fit``. ``import holdfast`` does not import this module, which imports Keras."""
+"""The callback for Keras 3's ``model.fit``. ``import holdfast`` does not load this module, because it imports Keras."""
 
 from .integrations.keras import CheckpointCallback
 

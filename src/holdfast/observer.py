@@ -1,4 +1,4 @@
-"""The manager's observer interface (``observer=``), through which a rehearsal or trace follows and may alter a run."""
+"""The manager's observer interface (``observer=``), which lets a rehearsal or trace follow a run and alter it."""
 
 from .engine.observer import Observer
 

@@ -1,4 +1,4 @@
-"""Multi-process programs: how processes connect and wait for each other, and a check that their trees agree."""
+"""Multi-process programs: coordination between processes, and a check that replicated values are equal."""
 
 from .engine.checkpoint import check_replicas
 from .engine.distributed import Alone, Coordinator, ProcessInfo, current_coordinator

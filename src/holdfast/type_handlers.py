@@ -1,7 +1,7 @@
-"""Leaf handlers, for your own types and for the single file that stores many small leaves.
+"""Leaf handlers for your own types, and handlers for the single file that stores many small leaves.
 
-Orbax also has functions here that enable OCDBT. holdfast always stores arrays in an OCDBT database; it accepts these
-calls, so that programs written for Orbax run unchanged.
+In Orbax, this module also has functions that enable OCDBT. holdfast always stores arrays in an OCDBT database, but
+accepts calls to these functions, so that programs written for Orbax run unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 def create_coordinator_server_and_context() -> tuple[None, None]:
     """Return ``None`` for the coordinator server and for the context that Orbax uses for OCDBT; neither is needed.
 
-    Every process writes its own data files, and process 0 writes the database over all of them.
+    Every process writes its own data files, and process 0 writes the database's index of all these files.
     """
     return None, None
 
