@@ -70,7 +70,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def command(name: str) -> click.Command:
-    """Import one command and return it. The modules of other commands are not imported, because that is slow."""
+    """Import and return one command, but no modules of other commands, because importing them would be slow."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()

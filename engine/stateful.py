@@ -2,7 +2,7 @@
 
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
-(CLU's iterators over tf.data), or if it is a random generator of numpy or the standard library. A Ray actor handle is
+(CLU's iterators over tf.data), or if it is a random generator from NumPy or the standard library. A Ray actor handle is
 stateful if the actor has these methods. ``hf.resumable`` and ``hf.skip_to`` make loaders stateful. :func:`state_of`
 returns the state as a tree of containers, arrays and plain values, and :func:`restore_state` restores it from a tree
 that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` encodes and decodes the trees.

@@ -16,7 +16,7 @@ from ..engine.loaders import derives, is_torchdata_loader
 
 logger = logging.getLogger("holdfast")
 
-_STREAM = "examples_iterable"  # key of the data position in a dataset state, which also has "epoch"
+_STREAM = "examples_iterable"  # the key of a dataset state that stores the position in the data; another key is "epoch"
 _DATASET, _FINISHED = "dataset_state", "_iterator_finished"  # keys in the state of a torchdata loader
 
 

@@ -296,7 +296,7 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Record how an attempt of the interrupted run ended; its checkpoints are compared separately."""
+        """Record how one attempt to complete the interrupted run ended; its checkpoints are compared separately."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # the signal may arrive later than planned
             interruption = replace(interruption, step=trace.interrupted)

@@ -297,7 +297,7 @@ class SharedReads:
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Return, as JSON, the largest share per division in bytes; [] if plans differ; null if sharing is not worth it."""
+    """Return a JSON list of each division's largest share in bytes; [] if plans differ; null if sharing is useless."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
     if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):

@@ -51,7 +51,7 @@ class CommitParts:
         return item
 
     def owns(self, folder: str) -> bool:
-        """Return True if saving this kind of checkpoint may have created a folder; used to check paths in a marker."""
+        """Return True if saving this kind of checkpoint could create ``folder``; used to check paths in a marker."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
@@ -166,7 +166,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # a file system crash may leave these; neither can be locked
+    if marker.is_link() or marker.is_directory():  # a file system crash may leave them behind; neither can be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):

@@ -340,7 +340,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """The role of all other processes: they write their shares, and send fragments to process 0 (as files if large)."""
+    """The role of every process except process 0: write a share and send fragments to process 0 (as files if large)."""
 
     location: Location
     items: Sequence[str]

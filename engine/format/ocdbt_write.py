@@ -34,7 +34,7 @@ from .ocdbt_read import (
 from .zarr import chunk_keys, metadata_keys
 
 _ENTRY_BYTES = 40  # maximum size in bytes of the eight numbers that an interior node stores with each key
-_FIXED = 64  # maximum size in bytes of all fields of a node that are independent of its entries
+_FIXED = 64  # maximum total size, in bytes, of the fields in a node that do not depend on its entries
 _ARITY_LIMIT = 1 << 20  # maximum number of entries per node that TensorStore accepts
 # Configuration stored in the manifest. TensorStore uses it when adding entries to a database.
 _INLINE_BYTES = 100

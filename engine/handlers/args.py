@@ -184,7 +184,7 @@ def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: s
 
 
 def number_dtype(given: Any) -> np.dtype[Any]:
-    """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
+    """Return the numpy dtype for a dtype or scalar type from numpy, jax or torch."""
     import ml_dtypes  # registers its dtype names with numpy; imported lazily because few programs need them
 
     name = str(given).removeprefix("torch.")

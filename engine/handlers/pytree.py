@@ -57,7 +57,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves pytrees whose leaves are arrays of any library, scalars, strings or bytes, or have a type handler.
+    """Saves pytrees whose leaves are arrays from any library, scalars, strings or bytes, or have a type handler.
 
     Args:
         layout: The sizes of chunks, segments and data files, and the compression of chunks.
@@ -432,7 +432,7 @@ class ArrayCheckpointHandler(PyTreeCheckpointHandler):
         """Prepare an array to be written.
 
         Args:
-            item: An array of numpy, jax or torch, or a number.
+            item: A numpy, jax or torch array, or a number.
             snapshot: Whether to copy the array if it is mutable.
             save_args: The :class:`~holdfast.SaveArgs` of the array.
             **kwargs: As for :meth:`PyTreeCheckpointHandler.prepare`.

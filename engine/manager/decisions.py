@@ -263,7 +263,7 @@ class SaveDecisions:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Measure the interval to the next save from ``newest``, the newest step that remains after a deletion."""
+        """After a deletion, count the interval to the next save from ``newest``, the newest remaining step."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now

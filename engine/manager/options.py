@@ -492,7 +492,7 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
 
 
 def as_int(value: object) -> object:
-    """Convert an integer of any library to int; return all other values, including booleans, unchanged."""
+    """Convert an integer from any library to int; return all other values, including booleans, unchanged."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 

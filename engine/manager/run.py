@@ -175,7 +175,7 @@ class Run:
 
     def fetch(self, step: int, *, overwrite: bool = False) -> StepPlace | None:
         """Fetch a step, and return the tier that supplied it, or None; ``overwrite`` replaces a damaged step."""
-        # To replace a damaged step, try the mirror, the farthest tier, first: its copy repairs the directory.
+        # For a damaged step, try the mirror (the farthest tier) first: restoring its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
         return next((place for place in places if place.fetch(step, overwrite)), None)
 

@@ -259,7 +259,7 @@ class SaveQueue:
         return metrics
 
     def deleted(self) -> None:
-        """Measure the interval to the next save from the newest remaining step."""
+        """Count the interval to the next save from the newest remaining step."""
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     @contextlib.contextmanager

@@ -297,7 +297,7 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return a template leaf's kind, stored shape and dtype, the leaf itself, its variant, weak flag and sharding."""
+    """Return (kind, stored shape, stored dtype, the leaf itself, variant, is weak, sharding) for a template leaf."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")

@@ -110,7 +110,7 @@ def _python_facts(value: Any) -> TemplateFacts:
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
     """Return how a template leaf differs from the saved leaf, or None if the two match. Nothing is cast silently.
 
-    Arrays of numpy, jax and torch match each other if their shapes and dtypes are equal. A Python number matches a 0-d
+    NumPy, JAX and torch arrays match each other if their shapes and dtypes are equal. A Python number matches a 0-d
     array or numpy scalar of the same kind; whether its value fits is checked after it has been read.
     """
     if template.kind == "any":

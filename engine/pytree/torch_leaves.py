@@ -298,7 +298,7 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return a template leaf's kind, stored shape and dtype, the leaf itself, and its variant."""
+    """Return (kind, stored shape, stored dtype, the leaf itself, variant) for a template leaf."""
     if not value.is_meta:
         _check(value)
     encoding = encoding_of(value.dtype)

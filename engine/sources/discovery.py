@@ -191,7 +191,7 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # Checkpoints from hf.save have no reason, and Checkpoint.save pins its checkpoints. Neither kind belongs to a run.
+    # Checkpoints from hf.save have no recorded reason, and those from Checkpoint.save are pinned; both belong to no run.
     steps = [
         entry
         for entry in all_steps.entries
@@ -269,7 +269,7 @@ def _part_of(location: Location) -> str:
 
 
 def is_run(location: Location) -> bool:
-    """Return whether a path could be a directory of steps; False if it is a checkpoint of any library."""
+    """Return whether a path could be a directory of steps; False if it is itself a checkpoint (in any format)."""
     return not has_record(location) and not is_foreign(location)
 
 

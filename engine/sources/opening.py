@@ -107,7 +107,7 @@ class _OpenTree:
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return the checkpoint and its tree. After `close`, raise an error that says "<leaf> cannot be ``action``"."""
+        """Return the checkpoint and its tree. After `close`, raise an error: "<leaf> cannot be <action>"."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}: the checkpoint is closed; "

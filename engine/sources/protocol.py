@@ -24,7 +24,7 @@ METRICS = "metrics"  # kind of items that duplicate the checkpoint's metrics and
 
 
 class CheckpointSource(Protocol):
-    """A single checkpoint of any library.
+    """A single checkpoint, written by any library.
 
     A subclass for a format sets ``format``, ``location``, ``items`` and ``nbytes``, and defines :meth:`tree`. All other
     attributes and methods have defaults for formats that do not support them.

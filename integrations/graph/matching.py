@@ -221,7 +221,7 @@ class Matching:
                     yield from self._of_optimizer(optimizer, live, path, due)
 
     def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
-        """Yield assignments for the optimizer values of the parameters in ``due`` and the options of their groups."""
+        """Yield assignments for the optimizer state and group options of the parameters in ``due``."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:

@@ -95,7 +95,7 @@ def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-            continue  # stored under another path, or nested too deeply for values
+            continue  # stored under another path, or nested too deeply to contain values
         below = _nested(child, elsewhere)
         if below is not None:
             children[keys.get(segment, segment)] = below
@@ -232,7 +232,7 @@ class StoredGraph:
         return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without templates; values in ``as_tensors`` become tensors if they were saved from torch."""
+        """Read values without templates; values named in ``as_tensors`` become tensors if they were saved as torch tensors."""
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)

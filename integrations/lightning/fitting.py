@@ -111,7 +111,7 @@ class Fitting:
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Record the loaded checkpoint's description of the optimizers (if any), callback states, and metadata."""
+        """Record the optimizer description (if any), callback states, and metadata of the loaded checkpoint."""
         self._is_resumed = True
         self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
@@ -316,7 +316,7 @@ def _set_dtypes(optimizer: Any, state: _State) -> None:
 
 
 def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> _State:
-    """Reorder a saved state to the current parameter order; raise if parameters have moved between groups."""
+    """Reorder a saved state to match the current parameter order; raise if parameters have moved between groups."""
     if saved.names is None or saved.names == live.names:
         return state
     positions, others = saved.positions(), live.positions()

@@ -206,7 +206,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # these hooks stay for the trainer's lifetime, like the plugin
+    hooks = LoopHooks()  # like the plugin, these hooks remain installed for the trainer's lifetime
     if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)

@@ -345,7 +345,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Make the loop continue with the validation that follows its last batch, from the start of that validation."""
+    """Make the loop resume at the start of the validation that follows its last batch."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))

@@ -91,7 +91,7 @@ class PreemptionSignal:
         return jax is not None and bool(jax.distributed.is_initialized())
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Set the flag as a signal would, for tests and other sources of preemption."""
+        """Set the flag as a signal would, for tests and for preemption notices that do not arrive as signals."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
         elif self.age >= _ONE_CTRL_C:
