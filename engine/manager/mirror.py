@@ -393,7 +393,7 @@ class RunMirror(StepPlace):
             return self._phase is not _Phase.FOLLOWING
 
     def _changed(self) -> None:
-        """Wake all waiting threads; slow the current copy down if a save is in progress, or cancel it if it is obsolete."""
+        """Wake all waiting threads; slow the current copy down during a save, or cancel it if it is obsolete."""
         with self._wake:
             self._wake.notify_all()
             if (copying := self._copying) is not None:

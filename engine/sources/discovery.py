@@ -191,7 +191,7 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     all_steps = find_steps(location)
     if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
-    # Checkpoints from hf.save have no recorded reason, and those from Checkpoint.save are pinned; both belong to no run.
+    # Checkpoints from hf.save have no recorded reason, and those from Checkpoint.save are pinned. Neither has a run.
     steps = [
         entry
         for entry in all_steps.entries

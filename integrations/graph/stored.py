@@ -232,7 +232,7 @@ class StoredGraph:
         return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without templates; values named in ``as_tensors`` become tensors if they were saved as torch tensors."""
+        """Read values without templates; those in ``as_tensors`` become tensors if they were saved as torch tensors."""
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)

@@ -238,7 +238,7 @@ def _device(device_type: Any, index: Any = None) -> str:
 
 
 def _typed(function: Any, tensor_type: Any, arguments: Any, state: Any) -> Any:
-    """Rebuild a tensor that was saved with attributes. A plain tensor loses them; a subclass becomes an inert object."""
+    """Rebuild a tensor that was saved with attributes. Plain tensors lose them; a subclass becomes an inert object."""
     builder = BUILDERS.get(function) if isinstance(function, Name) else None
     if builder is None or tensor_type not in _TENSOR_TYPES:
         return Inert(tensor_type if isinstance(tensor_type, Name) else Name("torch", "Tensor"), (arguments, state))
