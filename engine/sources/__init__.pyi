@@ -50,6 +50,7 @@ from .stored import StoredArray as StoredArray
 from .stored import StoredPart as StoredPart
 from .stored import StoredTree as StoredTree
 from .stored import Unreadable as Unreadable
+from .stored import crc32_of as crc32_of
 from .stored import described as described
 from .stored import is_contiguous as is_contiguous
 from .stored import nested as nested

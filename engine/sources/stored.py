@@ -9,6 +9,7 @@ import abc
 import contextlib
 import logging
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from ..pytree import (
     split,
     whole,
 )
-from ..storage import Location
+from ..storage import DataReader, Location
 
 # The keys from the root to a leaf: an int is a list index, a str is a dictionary key.
 Path = tuple[str | int, ...]
@@ -157,7 +158,9 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 _logger = logging.getLogger("holdfast")
 
+_DAMAGED = "%d bytes at offset %d do not have the checksum in the file"
 _AMPLIFICATION = 16  # maximum ratio of array sizes to file sizes; the ratio exceeds 1 if arrays share memory
+_PIECE = 16 << 20  # maximum number of bytes to read at once for a checksum
 _SMALL = 64 << 20  # additional bytes of arrays that are accepted regardless of file sizes
 
 
@@ -178,6 +181,8 @@ class StoredPart:
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
     # A function that decodes the bytes to elements, for example by decompression, or None if the bytes are elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
+    # A larger part of the file that has a checksum, as (offset, length in bytes, CRC-32), or None.
+    surrounding: tuple[int, int, int] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
         """Return the part limited to a box, or all of it if it is encoded or has a checksum; None if it is outside."""
@@ -204,9 +209,7 @@ class StoredPart:
     def array(self, data: Bytes) -> NDArray[Any]:
         """Return the elements in native byte order, as a view of ``data`` if possible."""
         if self.is_intact is not None and not self.is_intact(data):
-            raise DamagedCheckpointError(
-                f"{self.length} bytes at offset {self.offset} do not have the checksum in the file"
-            )
+            raise DamagedCheckpointError(_DAMAGED % (self.length, self.offset))
         if self.decode is not None:
             return self.decode(data)
         if 0 in self.shape:
@@ -222,6 +225,14 @@ class StoredPart:
             elements = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
         elements = elements.astype(self.dtype.newbyteorder("="), copy=False)
         return elements if self.finish is None else self.finish(elements)
+
+
+def crc32_of(reader: DataReader, offset: int, length: int) -> int:
+    """Return the CRC-32 of a part of a file, reading it in pieces."""
+    checksum = 0
+    for start in range(offset, offset + length, _PIECE):
+        checksum = zlib.crc32(reader.read(start, min(_PIECE, offset + length - start)).data, checksum)
+    return checksum
 
 
 class StoredArray:
@@ -328,6 +339,7 @@ class StoredTree(OtherTree):
         self._values = values
         self._check = check
         self._bytes_read = 0
+        self._intact: dict[tuple[str, tuple[int, int, int]], bool] = {}  # verified surroundings of parts, by file
         claimed = sum(value.nbytes for value in values.values() if isinstance(value, StoredArray))
         if claimed > _AMPLIFICATION * nbytes + _SMALL:
             raise DamagedCheckpointError(f"{location}: its arrays claim {claimed} bytes, but its files have {nbytes}")
@@ -401,10 +413,22 @@ class StoredTree(OtherTree):
         with contextlib.ExitStack() as stack:
             paths = sorted({place.file for place in ranges})
             files = {path: stack.enter_context(self.file(path).open_data()) for path in paths}
+            for place in ranges:
+                surrounding = parts[place.array][place.chunk].surrounding
+                if surrounding is not None and not self._is_intact(files[place.file], place.file, surrounding):
+                    failed(place, DamagedCheckpointError(_DAMAGED % (surrounding[1], surrounding[0])))
             self._bytes_read += read_ranges(files, _apart(sorted(ranges)), use, failed)
         if problems:
             raise damaged_leaves(self.location, sorted(problems))
         return arrays
+
+    def _is_intact(self, reader: DataReader, file: str, surrounding: tuple[int, int, int]) -> bool:
+        """Verify, once, the checksum of a part of a file that contains the bytes of an array."""
+        key = file, surrounding
+        if key not in self._intact:
+            offset, length, crc32 = surrounding
+            self._intact[key] = crc32_of(reader, offset, length) == crc32
+        return self._intact[key]
 
     @property
     def bytes_read(self) -> int:

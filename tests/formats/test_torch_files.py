@@ -273,9 +273,12 @@ def test_a_flipped_bit_in_a_tensor_is_seen(tmp_path: Path) -> None:
     assert {problem.leaf for problem in opened(path).verify()} == {"", "x"}
 
 
-def test_a_flipped_bit_in_a_part_of_a_storage_is_not_converted(tmp_path: Path) -> None:
-    path = saved(tmp_path, {"x": torch.full((100,), 7, dtype=torch.uint8)[20:60]})  # the checksum is that of 100 bytes
-    flipped(path, path.read_bytes().index(b"\7" * 100) + 50)
+def test_a_flipped_bit_in_a_part_of_a_storage_is_neither_read_nor_converted(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"x": torch.full((100,), 7, dtype=torch.uint8)[20:60], "y": torch.zeros(3)})
+    flipped(path, path.read_bytes().index(b"\7" * 100) + 50)  # the checksum is that of 100 bytes
+    with pytest.raises(hf.DamagedCheckpointError, match=r"damaged in 1 of its leaves.*\n  x: .*100 bytes .*checksum"):
+        loaded(path)
+    assert hf.load(path, select="y")["y"].tolist() == [0, 0, 0]
     with pytest.raises(
         hf.DamagedCheckpointError, match=r"is damaged; convert another checkpoint:\n  x\.pt: data/0: expected"
     ):

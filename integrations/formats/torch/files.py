@@ -34,6 +34,7 @@ from ....engine.sources import (
     StoredTree,
     Unreadable,
     check_destination,
+    crc32_of,
     first_bytes,
     refuse_leaves,
     replacing,
@@ -52,7 +53,6 @@ _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # maximum size, in bytes, of a pickle
 _RECORDS_LIMIT = 1 << 22
 _BLOCK = 256 << 10  # minimum read size, in bytes; the next read is likely to be nearby
-_STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -121,11 +121,8 @@ class TorchArchive:
     def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
         """Verify the checksums of all records; yield the name of each damaged record and the problem."""
         for name, record in self.records.items():
-            checksum = 0
             try:
-                for start in range(0, record.length, _STEP):
-                    data = reader.read(record.offset + start, min(_STEP, record.length - start))
-                    checksum = zlib.crc32(data.data, checksum)
+                checksum = crc32_of(reader, record.offset, record.length)
             except DamagedCheckpointError as error:
                 yield name, str(error)
             else:

@@ -102,7 +102,7 @@ class Storage:
             )
         length = (last + 1) * itemsize
         details = {**elements.details, "requires_grad": True} if requires_grad is True else elements.details
-        crc32 = self.record.crc32 if length == self.record.length else None
+        crc32, is_whole = self.record.crc32, length == self.record.length
         part = StoredPart(
             start=(0,) * len(shape),
             shape=shape,
@@ -111,8 +111,9 @@ class Storage:
             length=length,
             dtype=elements.dtype.newbyteorder(self.byte_order),
             strides=None if is_contiguous(shape, strides) else strides,
-            is_intact=None if crc32 is None else lambda data: zlib.crc32(data.data) == crc32,
+            is_intact=(lambda data: zlib.crc32(data.data) == crc32) if is_whole and crc32 is not None else None,
             finish=_finish(metadata),
+            surrounding=None if is_whole or crc32 is None else (self.record.offset, self.record.length, crc32),
         )
         return StoredArray(elements.dtype, shape, details, lambda: [part])
 
