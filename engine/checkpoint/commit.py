@@ -42,7 +42,6 @@ from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    InvalidLocationError,
     ObjectNotFoundError,
     OwnershipError,
     StorageConflictError,
@@ -127,7 +126,7 @@ class PendingCheckpoint(ABC):
     Attributes:
         token: A random token that identifies this save.
         paths: The relative paths of the item folders and archives, keyed by item.
-        folders: The locations of these folders and archives, keyed by item.
+        folders: The locations of these folders and archives, keyed by item; empty before :meth:`begin`.
         continues: Whether this copy resumes an interrupted copy of the same checkpoint and reuses its files.
     """
 
@@ -272,7 +271,6 @@ class PendingCheckpoint(ABC):
         for item, path in zip(items, left or map(self._parts.folder, items), strict=True):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
-        self.folders = {item: self.location / path for item, path in self.paths.items()}
         self._deletion = deletion_at(self.location) if DELETED in names else None  # marker of an earlier deletion
 
     def _marker(self) -> bytes:
@@ -397,7 +395,6 @@ class LocalCommit(PendingCheckpoint):
     """A checkpoint that is being written to a file system or to this process's memory."""
 
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        self._stale: list[str] = []  # folders that the last save removed but a power failure restored
         if self.location.is_local and self.location.is_there() and not self.location.is_directory():
             raise CheckpointExistsError(f"{self.location}: a file is there; choose another path")
         if self.location.is_local and not self._owned:
@@ -444,8 +441,7 @@ class LocalCommit(PendingCheckpoint):
         self.location.sync_directory()  # the marker must be durable before anything else is written
         if self._old is not None and not self.continues:
             # The last save removed these folders before its marker, but a power failure may have restored the folders.
-            self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
-            remove_folders(self._parts, self._stale, self._old)
+            remove_folders(self._parts, self._old.replaced, self._old)
         for item, folder in self.folders.items():
             if item not in archives:
                 folder.make_directory(sync=False)
@@ -460,8 +456,9 @@ class LocalCommit(PendingCheckpoint):
         items = record.items.values()
         files = {f"{item.folder}/{path}".rstrip("/") for item in items for path in unsynced(item.files)}
         folders = {parent for path in (*files, *self.paths.values()) for parent in parents_of(path)}
-        old = {parent for path in (*folders_of(self._old), *self._stale) for parent in parents_of(path)}
-        folders |= {path for path in old if (self.location / path).is_directory()}  # old folders may be missing
+        removed = () if self._old is None else (*folders_of(self._old), *self._old.replaced)
+        parents = {parent for path in removed for parent in parents_of(path)}
+        folders |= {path for path in parents if os.path.isdir(self.location / path)}  # old folders may be missing
         return [*(self.location / path for path in files | folders), self.location, self.location.parent]
 
     def _remove(self, error: BaseException | None) -> bool:
@@ -490,9 +487,3 @@ def _check_not_of_another(location: Location) -> None:
             f"{location}: a run is writing to {run} (process {owner.get('pid', '?')} on {owner.get('host', '?')}), and "
             f"{name!r} is the name of a step there. Save to another place, or wait for the run to end"
         )
-
-
-def _is_in(location: Location, folder: str) -> bool:
-    with contextlib.suppress(InvalidLocationError):
-        return (location / folder).exists()
-    return False
