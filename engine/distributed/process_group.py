@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..errors import OptionError, PeerFailedError, StateError, itemized
+from ..errors import OptionError, StateError, itemized
 from .all_gather import Transport, transport_of
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
@@ -57,7 +57,7 @@ class ProcessGroup:
     def fail(self, what: str, error: BaseException) -> None:
         """Report to the other processes that this process cannot take part in the next joint operation."""
         if (rendezvous := self.rendezvous(what)) is not None:
-            rendezvous.fail(error)
+            rendezvous.leave(error)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -70,8 +70,7 @@ class ProcessGroup:
                 yield
                 self._block.barrier("done", self.timeout)
             except BaseException as error:
-                if not isinstance(error, PeerFailedError):  # the other processes already know about a PeerFailedError
-                    self._block.fail(error)
+                self._block.leave(error)
                 raise
             finally:
                 self._block = None
