@@ -87,8 +87,8 @@ CACHING = {
     "engine.sources.opening": "handles that came from another process, which open their files again",
     "engine.steps": FACTS,
     "engine.storage.cloud": "stores, of which each call says that a child is refused",
+    "engine.storage.folders": "the memory of the process, which the child has a copy of",
     "engine.storage.fsspec_store": "file systems, whose threads a child starts again",
-    "engine.storage.memory": "the memory of the process, which the child has a copy of",
     "integrations.loop.witnessing": FACTS,
 }
 # What a child does without each thread.

@@ -21,7 +21,6 @@ from .location import sync_all as sync_all
 from .lock import FileLock as FileLock
 from .lock import SaveLock as SaveLock
 from .lock import locked_elsewhere as locked_elsewhere
-from .memory import shared_context as shared_context
 from .parallel import CORES as CORES
 from .parallel import REQUESTS as REQUESTS
 from .parallel import Helper as Helper

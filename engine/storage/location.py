@@ -135,7 +135,7 @@ def _checked_path(text: str) -> str:
 def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
     """Return the backend for a URL and the path inside it. Backends are imported only when they are needed."""
     if scheme == "memory":
-        from .memory import open_memory
+        from .folders import open_memory
 
         return open_memory(), path
     authority, _, inside = path.partition("/")

@@ -10,8 +10,8 @@ import pytest
 import tensorstore
 
 from holdfast.engine.errors import DamagedCheckpointError, ObjectNotFoundError
-from holdfast.engine.storage import Location, Segment, as_location, shared_context
-from holdfast.engine.storage.memory import MemoryBackend
+from holdfast.engine.storage import Location, Segment, as_location
+from holdfast.engine.storage.folders import MemoryBackend
 from holdfast.integrations.formats.orbax.arrays import directory_spec
 
 if TYPE_CHECKING:
@@ -76,12 +76,6 @@ def test_one_backend_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> N
     assert as_location("s3://runs")._backend is first._backend
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert as_location("s3://runs") != first
-
-
-def test_tensorstore_sees_the_same_memory(root: Location) -> None:
-    (root / "a b" / "object").write_bytes(b"content")
-    store = tensorstore.KvStore.open(f"{root.url}/", context=shared_context())
-    assert store.result()["a b/object"] == b"content"
 
 
 def test_the_root_is_a_directory() -> None:

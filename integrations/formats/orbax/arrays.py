@@ -30,7 +30,7 @@ from ....engine.errors import (
 )
 from ....engine.format import MANIFEST_NAME, Database, Entries, NodePlace
 from ....engine.pytree import Box
-from ....engine.storage import Location, aligned_empty, map_status, shared_context
+from ....engine.storage import Location, aligned_empty, map_status
 
 if TYPE_CHECKING:
     import tensorstore
@@ -92,7 +92,11 @@ class OpenedArrays:
         import tensorstore
 
         self._location = location
-        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+        for file in location.glob("**/*") if location.url.startswith("memory://") else ():
+            if file.is_there():  # TensorStore reads its own memory, so copy the objects there
+                spec = directory_spec(file.parent)
+                tensorstore.KvStore.open(spec, context=context).result().write(file.name, file.read_bytes()).result()
         opening = {name: tensorstore.open(spec, context=context, open=True, read=True) for name, spec in specs.items()}
         self._stores: dict[str, tensorstore.TensorStore] = {}
         self.dtypes: dict[str, np.dtype[Any]] = {}
