@@ -36,12 +36,7 @@ class FileLock:
         self.obstacle: OSError | None = None  # the system's error if the file cannot be locked
 
     def acquire(self, flags: int) -> None:
-        """Open and lock the file. If the file system does not support locks, the file stays open but unlocked.
-
-        Raises:
-            StorageConflictError: Another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
-            StoragePermissionError: The file cannot be opened, so it is unknown whether it is locked.
-        """
+        """Open and lock the file, or only open it without lock support; raise StorageConflictError if it is locked."""
         self.release()  # in case an interrupted attempt still holds the lock
         with _descriptors, os_errors(self._file.url, "open"):
             descriptor = self.descriptor = open_own(self._file, flags)
@@ -145,12 +140,7 @@ class SaveLock(FileLock):
             raise self.conflict()
 
     def take_over(self) -> bool:
-        """Lock the marker of a dead save before the files of the save are removed; return whether the marker exists.
-
-        Raises:
-            StorageConflictError: The other save is still alive.
-            StoragePermissionError: The marker cannot be opened, so it is unknown whether the other save is alive.
-        """
+        """Lock the marker of a dead save and return whether it exists; raise StorageConflictError if the save lives."""
         try:
             return self._acquire(os.O_RDONLY)
         except ObjectNotFoundError:
