@@ -33,6 +33,19 @@ class Segment(NamedTuple):
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
     lasting: bool = False  # whether the arrays stay unchanged until the file is written, so that no copy is needed
 
+    def checked_parts(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield the parts; raise ValueError if they do not add up to ``size``, before any excess part is yielded."""
+        total = 0
+        for part in self.parts():
+            total += part.size
+            if total > self.size:
+                break
+            yield part
+        if total != self.size:
+            raise ValueError(
+                f"the segment at offset {self.offset} should have {self.size} bytes, but its parts have {total}"
+            )
+
 
 class DataFile(NamedTuple):
     name: str  # path relative to the target directory

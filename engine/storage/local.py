@@ -432,13 +432,10 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
     """Copy the parts of a segment to a block, and yield each full block; pad the last block to whole pages."""
-    filled, remaining = 0, segment.size
-    for part in segment.parts():
+    filled = 0
+    for part in segment.checked_parts():
         if stop.is_set():
             return
-        remaining -= part.size
-        if remaining < 0:
-            break
         # Copy the parts as memoryviews: NumPy's assignment would release the GIL for each part, and a computing thread
         # could then hold the GIL for milliseconds.
         data, room = part.data, len(block) - filled
@@ -449,11 +446,6 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         end = filled + len(data)
         block[filled:end] = data
         filled = end
-    if remaining:
-        raise ValueError(
-            f"the segment at offset {segment.offset} should have {segment.size} bytes, "
-            f"but its parts have {'more' if remaining < 0 else segment.size - remaining}"
-        )
     if filled:
         end = round_up(filled, page)
         block[filled:end] = bytes(end - filled)

@@ -404,16 +404,8 @@ def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.ui
         while position < segment.offset:
             yield np.zeros(min(segment.offset - position, 1 << 20), np.uint8)
             position += min(segment.offset - position, 1 << 20)
-        for part in segment.parts():
-            position += part.size
-            if position > segment.offset + segment.size:
-                break
-            yield part
-        if position != segment.offset + segment.size:
-            raise ValueError(
-                f"the segment at offset {segment.offset} should have {segment.size} bytes, "
-                f"but its parts have {position - segment.offset}"
-            )
+        yield from segment.checked_parts()
+        position += segment.size
 
 
 @contextlib.contextmanager
