@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from .buffers import Buffer
 
+# What a location may be, for error messages.
+KNOWN_PLACES = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
+
 
 class Entry(NamedTuple):
     """An entry of a directory: a file or a subdirectory."""

@@ -48,10 +48,6 @@ _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, err
 """Error numbers raised by opening, replacing or removing one of our files if its path is not a regular file."""
 
 
-class UnknownSchemeError(InvalidLocationError):
-    """The scheme of a URL is unknown; the caller adds the list of known schemes to the message."""
-
-
 class GarbledAnswerError(StorageUnavailableError):
     """A response from a store could not be parsed. It may come from a proxy instead of the service."""
 
