@@ -146,8 +146,6 @@ class Rendezvous:
 
     def check(self) -> None:
         """Raise PeerFailedError if another process has already failed."""
-        if self.count == 1:
-            return
         if self._within is not None and not self._within._closed:
             self._within.check()
         with self._connected():
