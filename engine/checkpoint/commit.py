@@ -151,7 +151,6 @@ class PendingCheckpoint(ABC):
         self._lock = SaveLock(location / PARTIAL)
         self._phase = Phase.PLANNED
         self._guard = Guard.MARKER
-        self._marker_size = 0
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
         self._leftovers: set[str] = set()  # paths to remove once this save is committed
@@ -275,9 +274,7 @@ class PendingCheckpoint(ABC):
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
-        marker = marker_content(self.token, [*self.paths.values(), *sorted(self._leftovers)], **copies)
-        self._marker_size = len(marker)
-        return marker
+        return marker_content(self.token, [*self.paths.values(), *sorted(self._leftovers)], **copies)
 
     @property
     def _is_alone(self) -> bool:
@@ -287,7 +284,7 @@ class PendingCheckpoint(ABC):
     def _holds_path(self) -> bool:
         """Return True if the path still belongs to this save, or if this save has no complete marker."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
-        return is_unmarked or self._lock.is_own(self.token, self._marker_size)
+        return is_unmarked or self._lock.is_own(self.token)
 
     def _confirm(self, record: CheckpointRecord) -> None:
         """Confirm the commit; raise an error if another save takes precedence or files have been removed."""

@@ -67,10 +67,10 @@ class FileLock:
         except ObjectNotFoundError:
             return False
 
-    def is_own(self, token: str, size: int | None) -> bool:
+    def is_own(self, token: str) -> bool:
         """Return whether the lock is still held; without lock support, whether the file still contains ``token``."""
         is_locked = self.descriptor is not None and self.obstacle is None
-        return self.is_current() if is_locked else self.content(size).get("token") == token
+        return self.is_current() if is_locked else self.content().get("token") == token
 
     def release(self) -> None:
         """Close the file, which releases the lock. The file is not removed."""
@@ -93,10 +93,10 @@ class FileLock:
             if sync:
                 os.fsync(self.descriptor)
 
-    def content(self, size: int | None = None) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the JSON object in the file, or an empty dictionary if the file is missing or damaged."""
         try:
-            document = json.loads(self._file.read_own(limit=1 << 24, size=size))
+            document = json.loads(self._file.read_own(limit=1 << 24))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
