@@ -34,7 +34,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import OWNER, PADDED, RECORD, VERSION, CheckpointRecord, decode_document, encode_document
-from ..storage import FileLock, Location, os_errors
+from ..storage import FileLock, Location
 from .options import CheckpointManagerOptions, options_document, options_from_document
 
 _logger = logging.getLogger("holdfast")
@@ -191,13 +191,7 @@ class Ownership:
             "owner",
             {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()},
         )
-        if self._lock.descriptor is None:
-            (self._directory / OWNER).write_bytes(content)
-            return
-        # Write in place, because replacing the file would leave the lock on an unlinked file.
-        with os_errors((self._directory / OWNER).url, "write"):
-            os.ftruncate(self._lock.descriptor, 0)
-            os.pwrite(self._lock.descriptor, content, 0)
+        self._lock.write(content, sync=False)
 
     def _describe(self) -> str:
         owner: Mapping[str, Any] = {}

@@ -82,11 +82,12 @@ class FileLock:
                 self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
-        """Write the contents of the file; a locked file must be empty. If ``sync`` is true, also sync the file."""
+        """Write the file, in place if it is open, because a new file would not be locked; sync it if ``sync``."""
         if self.descriptor is None:
-            self._file.write_bytes(content, atomic=False, sync=sync)
+            self._file.write_bytes(content)
             return
         with os_errors(self._file.url, "write"):
+            os.ftruncate(self.descriptor, 0)
             written = 0
             while written < len(content):  # a write may be partial if the disk becomes full
                 written += os.pwrite(self.descriptor, content[written:], written)
