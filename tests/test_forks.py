@@ -47,6 +47,7 @@ COORDINATOR = "of coordinators, which connect processes that know each other by 
 IN_A_CHILD = {
     "engine.manager.mirror._open": "each says which process it belongs to",
     "engine.manager.ownership._owners": "the locks in it are let go of, and the child opens runs of its own",
+    "engine.storage.local._idle_blocks": "memory of its own in the child, too",
     "engine.storage.lock._held": "the child lets go of all of them",
     "engine.storage.cloud._loops": "says which process it belongs to, and a child is refused",
     "engine.storage.cloud._conditional": "what a service can do, which holds in a child, too",
@@ -87,8 +88,8 @@ CACHING = {
     "engine.sources.opening": "handles that came from another process, which open their files again",
     "engine.steps": FACTS,
     "engine.storage.cloud": "stores, of which each call says that a child is refused",
+    "engine.storage.folders": "the memory of the process, which the child has a copy of",
     "engine.storage.fsspec_store": "file systems, whose threads a child starts again",
-    "engine.storage.memory": "the memory of the process, which the child has a copy of",
     "integrations.loop.witnessing": FACTS,
 }
 # What a child does without each thread.

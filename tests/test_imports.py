@@ -244,7 +244,6 @@ IN_A_FOLDER = "import tempfile, holdfast as hf\nwith tempfile.TemporaryDirectory
                 "ssl",
                 "ml_dtypes",
                 "_hashlib",
-                "holdfast.engine.storage.memory",
                 "holdfast.engine.arrays.load",
                 "holdfast.engine.arrays.read",
                 "holdfast.engine.manager",

@@ -42,7 +42,6 @@ from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    InvalidLocationError,
     ObjectNotFoundError,
     OwnershipError,
     StorageConflictError,
@@ -127,7 +126,7 @@ class PendingCheckpoint(ABC):
     Attributes:
         token: A random token that identifies this save.
         paths: The relative paths of the item folders and archives, keyed by item.
-        folders: The locations of these folders and archives, keyed by item.
+        folders: The locations of these folders and archives, keyed by item; empty before :meth:`begin`.
         continues: Whether this copy resumes an interrupted copy of the same checkpoint and reuses its files.
     """
 
@@ -152,7 +151,6 @@ class PendingCheckpoint(ABC):
         self._lock = SaveLock(location / PARTIAL)
         self._phase = Phase.PLANNED
         self._guard = Guard.MARKER
-        self._marker_size = 0
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
         self._leftovers: set[str] = set()  # paths to remove once this save is committed
@@ -272,14 +270,11 @@ class PendingCheckpoint(ABC):
         for item, path in zip(items, left or map(self._parts.folder, items), strict=True):
             is_free = left or not (unique or path in self._taken)
             self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
-        self.folders = {item: self.location / path for item, path in self.paths.items()}
         self._deletion = deletion_at(self.location) if DELETED in names else None  # marker of an earlier deletion
 
     def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
-        marker = marker_content(self.token, [*self.paths.values(), *sorted(self._leftovers)], **copies)
-        self._marker_size = len(marker)
-        return marker
+        return marker_content(self.token, [*self.paths.values(), *sorted(self._leftovers)], **copies)
 
     @property
     def _is_alone(self) -> bool:
@@ -289,7 +284,7 @@ class PendingCheckpoint(ABC):
     def _holds_path(self) -> bool:
         """Return True if the path still belongs to this save, or if this save has no complete marker."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
-        return is_unmarked or self._lock.is_own(self.token, self._marker_size)
+        return is_unmarked or self._lock.is_own(self.token)
 
     def _confirm(self, record: CheckpointRecord) -> None:
         """Confirm the commit; raise an error if another save takes precedence or files have been removed."""
@@ -397,7 +392,6 @@ class LocalCommit(PendingCheckpoint):
     """A checkpoint that is being written to a file system or to this process's memory."""
 
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        self._stale: list[str] = []  # folders that the last save removed but a power failure restored
         if self.location.is_local and self.location.is_there() and not self.location.is_directory():
             raise CheckpointExistsError(f"{self.location}: a file is there; choose another path")
         if self.location.is_local and not self._owned:
@@ -444,8 +438,7 @@ class LocalCommit(PendingCheckpoint):
         self.location.sync_directory()  # the marker must be durable before anything else is written
         if self._old is not None and not self.continues:
             # The last save removed these folders before its marker, but a power failure may have restored the folders.
-            self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
-            remove_folders(self._parts, self._stale, self._old)
+            remove_folders(self._parts, self._old.replaced, self._old)
         for item, folder in self.folders.items():
             if item not in archives:
                 folder.make_directory(sync=False)
@@ -460,8 +453,9 @@ class LocalCommit(PendingCheckpoint):
         items = record.items.values()
         files = {f"{item.folder}/{path}".rstrip("/") for item in items for path in unsynced(item.files)}
         folders = {parent for path in (*files, *self.paths.values()) for parent in parents_of(path)}
-        old = {parent for path in (*folders_of(self._old), *self._stale) for parent in parents_of(path)}
-        folders |= {path for path in old if (self.location / path).is_directory()}  # old folders may be missing
+        removed = () if self._old is None else (*folders_of(self._old), *self._old.replaced)
+        parents = {parent for path in removed for parent in parents_of(path)}
+        folders |= {path for path in parents if os.path.isdir(self.location / path)}  # old folders may be missing
         return [*(self.location / path for path in files | folders), self.location, self.location.parent]
 
     def _remove(self, error: BaseException | None) -> bool:
@@ -490,9 +484,3 @@ def _check_not_of_another(location: Location) -> None:
             f"{location}: a run is writing to {run} (process {owner.get('pid', '?')} on {owner.get('host', '?')}), and "
             f"{name!r} is the name of a step there. Save to another place, or wait for the run to end"
         )
-
-
-def _is_in(location: Location, folder: str) -> bool:
-    with contextlib.suppress(InvalidLocationError):
-        return (location / folder).exists()
-    return False

@@ -258,7 +258,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
             (location / PARTIAL).remove()
-        if _has_changed(location, record):  # a save has been committed since
+        if _has_changed(location, kept):  # a save has been committed since
             if not marks:
                 (location / DELETED).remove()
             return False
@@ -284,14 +284,13 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     return False
 
 
-def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
+def _has_changed(location: Location, identity: str | None) -> bool:
     try:
-        current = read_record(location)
+        return read_record(location).identity != identity
     except CheckpointNotFoundError:
-        return record is not None
+        return identity is not None
     except (DamagedCheckpointError, FormatVersionError):
         return True
-    return record is None or current.identity != record.identity
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:

@@ -81,16 +81,13 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
     """Compute the digest of a region of an array; the whole region must be on this process."""
-    for piece in leaf.pieces:
-        if box.common(piece.box) == box or not box.size:
-            part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])
-            return crc32c(part.reshape(-1).view(np.uint8))
-    elements = np.zeros(box.shape, leaf.dtype)
-    for piece in leaf.pieces:
+    held = next((piece for piece in leaf.pieces if box.common(piece.box) == box), None)
+    elements = np.zeros(box.shape, leaf.dtype) if held is None else held.array[box.within(held.box)]
+    for piece in leaf.pieces if held is None else ():
         common = box.common(piece.box)
         if common is not None:
             elements[common.within(box)] = piece.array[common.within(piece.box)]
-    return crc32c(elements.reshape(-1).view(np.uint8))
+    return crc32c(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
 
 
 def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[str]:

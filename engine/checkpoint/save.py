@@ -326,7 +326,7 @@ class Primary:
             return
         is_known = not isinstance(error, BarrierTimeoutError)
         try:
-            if self.told == "nothing" or (is_known and _all_stopped(self.rendezvous, self.timeout)):
+            if self.told == "nothing" or (is_known and self.rendezvous.all_left(min(_LAST_WORD, self.timeout / 4))):
                 self.pending.abort(error)
             else:
                 self.pending.leave()
@@ -401,41 +401,13 @@ class Worker:
 
     def give_up(self, error: BaseException) -> None:
         """Report to the other processes that this process has failed and stopped writing."""
-        leave_save(self.rendezvous, error)
+        self.rendezvous.leave(error)
 
 
 def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
-    """Report to the other processes that this process has failed, has stopped writing, and leaves the save."""
-    if rendezvous is None:
-        return
-    if not isinstance(error, PeerFailedError):  # otherwise, the other processes already know the error
-        rendezvous.fail(error)
-    if rendezvous.index:
-        with contextlib.suppress(Exception):  # the coordinator's store itself may have failed
-            rendezvous.coordinator.put(_stopped_key(rendezvous, rendezvous.index), b"1")
-    rendezvous.close()
-
-
-def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
-    """Wait for the other processes to stop writing; return True if all of them report this in time."""
-    end = time.monotonic() + min(_LAST_WORD, timeout / 4)
-    try:
-        for process in range(1, rendezvous.count):
-            key = _stopped_key(rendezvous, process)
-            try:
-                rendezvous.coordinator.get(key, max(0.01, end - time.monotonic()))
-            finally:
-                rendezvous.coordinator.give_up(key)
-            rendezvous.coordinator.delete(key)
-    except Exception:  # whether they have stopped is unknown
-        return False
-    return True
-
-
-def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
-    from urllib.parse import quote  # imported lazily because only multi-process programs need it
-
-    return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
+    """Report to the other processes, if there are any, that this process has failed and stopped writing."""
+    if rendezvous is not None:
+        rendezvous.leave(error)
 
 
 def _largest_sent(shared: bool) -> int:

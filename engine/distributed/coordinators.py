@@ -246,8 +246,6 @@ class BoundedCoordinator:
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
         """Call ``work``, which may make several store calls, with one deadline; ``waits`` is added to the limit."""
-        if self.process_count == 1:
-            return work(self.unbounded)
         limit = self._again if self.unbounded in _silent else self._limit
         try:
             return call_within(waits + limit, lambda: self._answered(work))

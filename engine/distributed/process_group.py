@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..errors import OptionError, PeerFailedError, StateError, itemized
+from ..errors import OptionError, StateError, itemized
 from .all_gather import Transport, transport_of
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
@@ -57,7 +57,7 @@ class ProcessGroup:
     def fail(self, what: str, error: BaseException) -> None:
         """Report to the other processes that this process cannot take part in the next joint operation."""
         if (rendezvous := self.rendezvous(what)) is not None:
-            rendezvous.fail(error)
+            rendezvous.leave(error)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -70,8 +70,7 @@ class ProcessGroup:
                 yield
                 self._block.barrier("done", self.timeout)
             except BaseException as error:
-                if not isinstance(error, PeerFailedError):  # the other processes already know about a PeerFailedError
-                    self._block.fail(error)
+                self._block.leave(error)
                 raise
             finally:
                 self._block = None
@@ -85,35 +84,19 @@ class ProcessGroup:
             )
             raise StateError(itemized(text, differences))
 
-    def decide(
-        self,
-        what: str,
-        work: Callable[..., _T],
-        *inputs: Any,
-        arguments: Sequence[Any] | None = None,
-        work_timeout: float | None = None,
-    ) -> _T:
+    def decide(self, what: str, work: Callable[..., _T], *inputs: Any, work_timeout: float | None = None) -> _T:
         """Call ``work`` on process 0, without waiting for the others, and return its JSON result on all processes."""
-        # The other processes raise PeerFailedError if the work fails, BarrierTimeoutError if it takes longer than
-        # ``work_timeout`` (default ``self.timeout``), and StateError if their ``arguments`` differ from process 0's.
+        # The other processes raise PeerFailedError if the work fails, and BarrierTimeoutError if it takes longer than
+        # ``work_timeout`` (default ``self.timeout``).
         rendezvous = self.rendezvous(what)
         if rendezvous is None:
             return work(*inputs)
         work_timeout = self.timeout if work_timeout is None else work_timeout
         with contextlib.closing(rendezvous):
             if not self.is_primary:
-                if arguments is not None:
-                    theirs = json.loads(rendezvous.broadcast("arguments", None, self.timeout))
-                    if theirs != json.loads(json.dumps(arguments)):
-                        raise StateError(
-                            f"{what}: process {self.index} was asked for {arguments}, but process 0 for {theirs}; ask "
-                            "all processes for the same, or let each work alone with coordinator=hf.processes.Alone()"
-                        )
                 answer: _T = json.loads(rendezvous.broadcast("answer", None, work_timeout))
                 return answer
             try:
-                if arguments is not None:
-                    rendezvous.broadcast("arguments", json.dumps(arguments).encode(), self.timeout)
                 result = work(*inputs)
                 rendezvous.broadcast("answer", json.dumps(result).encode(), work_timeout)
             except BaseException as error:
@@ -177,4 +160,11 @@ def run_on_primary(
     start_secs: float = 600.0,
 ) -> Any:
     """Run long work on process 0 at once. The other processes wait up to ``start_secs`` for process 0 to start it."""
-    return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)
+    group = ProcessGroup("holdfast", coordinator, start_secs)
+    theirs = group.decide(f"the arguments of {what}", lambda: arguments)
+    if not group.is_primary and theirs != json.loads(json.dumps(arguments)):
+        raise StateError(
+            f"{what}: process {group.index} was asked for {arguments}, but process 0 for {theirs}; ask all processes "
+            "for the same, or let each work alone with coordinator=hf.processes.Alone()"
+        )
+    return group.decide(what, work, work_timeout=_WORK)

@@ -146,8 +146,6 @@ class Rendezvous:
 
     def check(self) -> None:
         """Raise PeerFailedError if another process has already failed."""
-        if self.count == 1:
-            return
         if self._within is not None and not self._within._closed:
             self._within.check()
         with self._connected():
@@ -157,20 +155,9 @@ class Rendezvous:
             process = int(facts["process"])
             message = f"{self.name}: process {process} failed: {facts['error']}: {facts['message']}"
             missed = facts["error"] == BarrierTimeoutError.__name__
-            self._let_others_hear(process)
+            if self.index == 0:  # let the others notice the failure first, because the store may end with process 0
+                self.all_left(_LONGEST_WAIT)
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
-
-    def _let_others_hear(self, failed: int) -> None:
-        """Make process 0 wait until the others have noticed a failure, because the store may end with process 0."""
-        key = f"{self._prefix}/heard"
-        with contextlib.suppress(Exception):  # the other processes may not be waiting, or may have ended
-            if self.index:
-                self.coordinator.put(f"{key}/{self.index}", b"heard")
-                return
-            until = self.coordinator.monotonic() + _LONGEST_WAIT
-            for process in range(1, self.count):
-                if process != failed:
-                    self.coordinator.get(f"{key}/{process}", max(until - self.coordinator.monotonic(), 0.001))
 
     def fail(self, error: BaseException) -> None:
         """Report to all other processes why this process has failed. This method never raises an error."""
@@ -184,6 +171,12 @@ class Rendezvous:
         except Exception as problem:
             _logger.debug("%s: this failure could not be reported to the other processes: %s", self.name, problem)
 
+    def leave(self, error: BaseException) -> None:
+        """Close the rendezvous after a failure. Report the failure, unless another process has reported it already."""
+        if not isinstance(error, PeerFailedError):
+            self.fail(error)
+        self.close()
+
     def close(self) -> None:
         """Leave the rendezvous without waiting or raising. Process 0 deletes the keys after all processes have left."""
         if self._closed:
@@ -192,11 +185,10 @@ class Rendezvous:
 
         def work(coordinator: Coordinator) -> None:
             if self.index:
-                key = _process_key(f"{self._prefix}/left", self.index)
-                coordinator.put(key, json.dumps(self._stored[:_MOST_KEYS]).encode())
+                coordinator.put(self._left_key(self.index), json.dumps(self._stored[:_MOST_KEYS]).encode())
                 return
             groups = itertools.groupby(range(1, self.count), key=_folder_end)
-            pending = [[_process_key(f"{self._prefix}/left", process) for process in group] for _, group in groups]
+            pending = [list(map(self._left_key, group)) for _, group in groups]
             with _lock:
                 retired = _retired.setdefault(coordinator, [])
                 retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
@@ -208,6 +200,23 @@ class Rendezvous:
             self.coordinator.run(work)
         except Exception as error:
             _logger.debug("%s: cannot delete its keys from the store: %s", self._prefix, error)
+
+    def all_left(self, timeout: float) -> bool:
+        """On process 0, wait until the other processes have closed the rendezvous; return whether all do so in time."""
+        end = self.coordinator.monotonic() + timeout
+        try:
+            for process in range(1, self.count):
+                key = self._left_key(process)
+                try:
+                    self.coordinator.get(key, max(0.01, end - self.coordinator.monotonic()))
+                finally:
+                    self.coordinator.give_up(key)
+        except Exception:  # whether they have closed it is unknown
+            return False
+        return True
+
+    def _left_key(self, process: int) -> str:
+        return _process_key(f"{self._prefix}/left", process)
 
     @contextlib.contextmanager
     def _waiting(

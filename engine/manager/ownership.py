@@ -34,7 +34,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import OWNER, PADDED, RECORD, VERSION, CheckpointRecord, decode_document, encode_document
-from ..storage import FileLock, Location, os_errors
+from ..storage import FileLock, Location
 from .options import CheckpointManagerOptions, options_document, options_from_document
 
 _logger = logging.getLogger("holdfast")
@@ -59,7 +59,6 @@ class Ownership:
         self._lock = FileLock(directory / OWNER)
         self._process: int | None = None  # PID of the owner; recorded because a forked child does not own the directory
         self._lost = False
-        self._size: int | None = None  # size in bytes of the owner file that this object has written
         # In an object store, use the location as the key: a folder's URL can vary, but its locations compare equal.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
@@ -108,7 +107,7 @@ class Ownership:
         """Raise OwnershipError unless this run still owns the directory; ``at_once`` avoids requests to a store."""
         self.check_not_lost()
         asks_nothing = at_once and (self._process is None or not self._directory.is_local)
-        if asks_nothing or self._lock.is_own(self._token, self._size):
+        if asks_nothing or self._lock.is_own(self._token):
             return
         if not (self._directory / OWNER).is_there():
             gone = f"its {OWNER}" if self._directory.exists() else "the directory"
@@ -192,14 +191,7 @@ class Ownership:
             "owner",
             {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()},
         )
-        self._size = len(content)
-        if self._lock.descriptor is None:
-            (self._directory / OWNER).write_bytes(content)
-            return
-        # Write in place, because replacing the file would leave the lock on an unlinked file.
-        with os_errors((self._directory / OWNER).url, "write"):
-            os.ftruncate(self._lock.descriptor, 0)
-            os.pwrite(self._lock.descriptor, content, 0)
+        self._lock.write(content, sync=False)
 
     def _describe(self) -> str:
         owner: Mapping[str, Any] = {}

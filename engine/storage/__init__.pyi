@@ -21,7 +21,6 @@ from .location import sync_all as sync_all
 from .lock import FileLock as FileLock
 from .lock import SaveLock as SaveLock
 from .lock import locked_elsewhere as locked_elsewhere
-from .memory import shared_context as shared_context
 from .parallel import CORES as CORES
 from .parallel import REQUESTS as REQUESTS
 from .parallel import Helper as Helper
@@ -29,10 +28,10 @@ from .parallel import parallel_map as parallel_map
 from .services import aws_endpoint as aws_endpoint
 from .services import aws_region as aws_region
 from .services import chosen_profile as chosen_profile
+from .status import explain_failure as explain_failure
 from .status import hidden_address as hidden_address
 from .status import is_strange as is_strange
 from .status import is_unreadable as is_unreadable
-from .status import map_status as map_status
 from .status import os_errors as os_errors
 from .status import unreadable_as_damage as unreadable_as_damage
 from .status import without_secrets as without_secrets

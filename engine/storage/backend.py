@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from .buffers import Buffer
 
+# What a location may be, for error messages.
+KNOWN_PLACES = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
+
 
 class Entry(NamedTuple):
     """An entry of a directory: a file or a subdirectory."""
@@ -32,6 +35,19 @@ class Segment(NamedTuple):
     # most 1 MiB each. Each array is copied or sent before the next one is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
     lasting: bool = False  # whether the arrays stay unchanged until the file is written, so that no copy is needed
+
+    def checked_parts(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield the parts; raise ValueError if they do not add up to ``size``, before any excess part is yielded."""
+        total = 0
+        for part in self.parts():
+            total += part.size
+            if total > self.size:
+                break
+            yield part
+        if total != self.size:
+            raise ValueError(
+                f"the segment at offset {self.offset} should have {self.size} bytes, but its parts have {total}"
+            )
 
 
 class DataFile(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,25 +58,3 @@ class Buffer:
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]
-
-
-class BlockPool:
-    """A pool of aligned transfer buffers. Buffers are reused because allocation can be slow on virtual machines."""
-
-    def __init__(self, nbytes: int, spare: int) -> None:
-        self._nbytes = nbytes
-        self._spare = spare
-        self._blocks: list[NDArray[np.uint8]] = []
-
-    @contextlib.contextmanager
-    def block(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield a block with undefined contents, and return it to the pool when the context exits."""
-        try:
-            block = self._blocks.pop()  # list.pop is atomic, so no lock is needed
-        except IndexError:
-            block = aligned_empty(self._nbytes)
-        try:
-            yield block
-        finally:
-            if len(self._blocks) < self._spare:
-                self._blocks.append(block)

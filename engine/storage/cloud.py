@@ -39,7 +39,6 @@ from ..forks import Lock
 from ..installed import install_command
 from . import object_store
 from .backend import FileIdentity, Segment
-from .buffers import aligned_empty
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts, time_limit
 from .status import check_header, map_obstore_error
 
@@ -228,18 +227,13 @@ class CloudBackend(ObjectStoreBackend):
         )
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        parts = file_parts(size, segments)
         if size > SINGLE_REQUEST_BYTES:
-            with failing_parts(parts) as watched:
-                self._put_blocks(key, size, watched)
+            with failing_parts(file_parts(size, segments)) as parts:
+                self._put_blocks(key, size, parts)
         elif all(segment.lasting for segment in segments):
-            self._put(key, [part for part in parts if part.size] or b"", size)
+            self._put(key, [part for part in file_parts(size, segments) if part.size] or b"", size)
         else:
-            memory, end = aligned_empty(size), 0
-            for part in parts:
-                memory[end : end + part.size] = part
-                end += part.size
-            self._put(key, memory, size)
+            super().write_data(key, size, segments)
 
     def _put_blocks(self, key: str, size: int, parts: Iterator[NDArray[np.uint8]]) -> None:
         # This thread produces the parts, because waiting for them in an obstore thread would block other requests.

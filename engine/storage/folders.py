@@ -1,10 +1,12 @@
-"""Folders whose files are held in memory or spread over several hosts."""
+"""Objects in the memory of this process, and folders whose files are spread over several hosts."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
+from ..forks import Lock
 from .backend import DataReader
 from .location import Location
 from .object_store import ObjectStoreBackend
@@ -16,6 +18,9 @@ class FolderInMemory(ObjectStoreBackend):
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         super().__init__(url, is_remote=False)
         self.files = files
+
+    def has_object(self, key: str) -> bool:
+        return key in self.files
 
     def object_size(self, key: str) -> int:
         return len(self.read_range(key, None))
@@ -43,6 +48,33 @@ class FolderInMemory(ObjectStoreBackend):
 def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
     """Return an in-memory folder backed by ``files``; its error messages refer to ``location``."""
     return Location(FolderInMemory(location.url, files), "")
+
+
+class MemoryBackend(FolderInMemory):
+    """All objects of ``memory://``, with conditional writes. The generation of an object is its contents."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://", {})
+        self._changing = Lock()
+
+    def honours_conditions(self, key: str, data: bytes | None) -> bool:
+        return True
+
+    def read_generation(self, key: str) -> tuple[bytes | None, bytes | None]:
+        content = self.files.get(key)
+        return content, content
+
+    def write_where(self, key: str, data: bytes, generation: bytes | None) -> bool:
+        with self._changing:
+            if self.files.get(key) != generation:
+                return False
+            self.files[key] = data
+            return True
+
+
+@functools.cache
+def open_memory() -> MemoryBackend:
+    return MemoryBackend()
 
 
 class ScatteredFiles(ObjectStoreBackend):

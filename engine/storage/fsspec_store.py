@@ -31,10 +31,10 @@ from ..errors import (
 )
 from ..forks import Lock
 from ..installed import install_command
-from .backend import Segment
+from .backend import KNOWN_PLACES, Segment
 from .local import TEMPORARY_PREFIX
 from .object_store import UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts
-from .status import OS_ERRORS, UnknownSchemeError, explain_failure, hidden_address, map_os_error, truncated
+from .status import OS_ERRORS, explain_failure, hidden_address, map_os_error, truncated
 
 _logger = logging.getLogger("holdfast")
 
@@ -82,9 +82,10 @@ def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
         )
     unknown = f"{shown!r} has an unknown scheme, {scheme!r}"
     if _WRAPPERS.fullmatch(scheme):
-        raise UnknownSchemeError(unknown)
+        raise InvalidLocationError(f"{unknown}: expected {KNOWN_PLACES}")
     if importlib.util.find_spec("fsspec") is None:
-        raise UnknownSchemeError(f"{unknown}, which needs fsspec ({install_command('fsspec')})")
+        needed = install_command("fsspec")
+        raise InvalidLocationError(f"{unknown}, which needs fsspec ({needed}): expected {KNOWN_PLACES}")
     import fsspec
 
     if ":" in authority.rpartition("@")[0]:
@@ -95,7 +96,7 @@ def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
-        raise UnknownSchemeError(unknown) from None
+        raise InvalidLocationError(f"{unknown}: expected {KNOWN_PLACES}") from None
     except ImportError as error:
         raise OptionError(f"{shown!r} needs another package for fsspec: {error}") from error
     settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("FSSPEC_")))

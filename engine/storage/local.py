@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ..errors import DamagedCheckpointError
 from ..forks import Lock
 from .backend import DataReader, Entry, FileIdentity, Segment
-from .buffers import PAGE, BlockPool, Buffer, aligned_empty, round_up
+from .buffers import PAGE, Buffer, aligned_empty, round_up
 from .parallel import CORES, parallel_map
 from .status import check_extent, os_errors, truncated
 
@@ -59,7 +59,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # makes large buffered reads about as fast as direct ones
 _WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # starts writeback, so the final sync has less to write
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS only; its fsync(2) does not flush the drive cache
-_blocks = BlockPool(BLOCK, THREADS)
+_idle_blocks: list[NDArray[np.uint8]] = []  # reused, because allocation can be slow on virtual machines
 
 
 class LocalBackend:
@@ -279,7 +279,7 @@ class LocalDataWriter:
     def write(self, segment: Segment) -> None:
         position = segment.offset
         size, page = (_CACHED_BLOCK, 1) if self.cached else (BLOCK, PAGE)
-        with _blocks.block() as block:
+        with _block() as block:
             for data in _filled_blocks(segment, block.data[:size], self.stop, page):
                 written = 0
                 while written < len(data):
@@ -430,15 +430,26 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def _block() -> Iterator[NDArray[np.uint8]]:
+    """Yield an aligned block with undefined contents."""
+    try:
+        block = _idle_blocks.pop()  # list.pop is atomic, so no lock is needed
+    except IndexError:
+        block = aligned_empty(BLOCK)
+    try:
+        yield block
+    finally:
+        if len(_idle_blocks) < THREADS:
+            _idle_blocks.append(block)
+
+
 def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, page: int) -> Iterator[memoryview]:
     """Copy the parts of a segment to a block, and yield each full block; pad the last block to whole pages."""
-    filled, remaining = 0, segment.size
-    for part in segment.parts():
+    filled = 0
+    for part in segment.checked_parts():
         if stop.is_set():
             return
-        remaining -= part.size
-        if remaining < 0:
-            break
         # Copy the parts as memoryviews: NumPy's assignment would release the GIL for each part, and a computing thread
         # could then hold the GIL for milliseconds.
         data, room = part.data, len(block) - filled
@@ -449,11 +460,6 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         end = filled + len(data)
         block[filled:end] = data
         filled = end
-    if remaining:
-        raise ValueError(
-            f"the segment at offset {segment.offset} should have {segment.size} bytes, "
-            f"but its parts have {'more' if remaining < 0 else segment.size - remaining}"
-        )
     if filled:
         end = round_up(filled, page)
         block[filled:end] = bytes(end - filled)

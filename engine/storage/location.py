@@ -17,12 +17,12 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
 from ..observer import Observer, check_write, process_observer
 from . import local
-from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
+from .backend import KNOWN_PLACES, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend
 from .parallel import REQUESTS, UPLOADS, parallel_map
-from .status import UnknownSchemeError, hidden_address
+from .status import hidden_address
 
 if TYPE_CHECKING:
     import pathlib
@@ -34,7 +34,6 @@ _COLLAPSED = re.compile(rf"({_CLOUDS}|file|memory|https?|(?:web|arrow_)?hdfs|sft
 _WINDOWS = re.compile(r"[A-Za-z]:")
 _NO_MARK = re.compile(rf"(?:{_CLOUDS})/", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
-_KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
 Backend = LocalBackend | ObjectStoreBackend
 
@@ -82,12 +81,12 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         text = os.fspath(place)
     except TypeError:
         raise InvalidLocationError(
-            f"an object of type {type(place).__name__} is not a location: expected {_KNOWN}; the path comes first, as "
-            "in hf.save(path, tree)"
+            f"an object of type {type(place).__name__} is not a location: expected {KNOWN_PLACES}; the path comes "
+            "first, as in hf.save(path, tree)"
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         shown = hidden_address(text) if isinstance(text, str) else text
-        raise InvalidLocationError(f"{shown!r} is not a location: expected {_KNOWN}")
+        raise InvalidLocationError(f"{shown!r} is not a location: expected {KNOWN_PLACES}")
     if (match := _SCHEME.match(text)) is None:
         return Location(_local, os.path.abspath(os.path.expanduser(_checked_path(text))))
     scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
@@ -135,7 +134,7 @@ def _checked_path(text: str) -> str:
 def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
     """Return the backend for a URL and the path inside it. Backends are imported only when they are needed."""
     if scheme == "memory":
-        from .memory import open_memory
+        from .folders import open_memory
 
         return open_memory(), path
     authority, _, inside = path.partition("/")
@@ -163,10 +162,7 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
         authority, inside = "", path
     elif "@" in inside and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password with slashes, not a port
         authority, inside = path, ""
-    try:
-        return open_fsspec(scheme, authority, shown), inside
-    except UnknownSchemeError as error:
-        raise InvalidLocationError(f"{error}: expected {_KNOWN}") from None
+    return open_fsspec(scheme, authority, shown), inside
 
 
 def sync_all(locations: Sequence[Location]) -> None:

@@ -36,12 +36,7 @@ class FileLock:
         self.obstacle: OSError | None = None  # the system's error if the file cannot be locked
 
     def acquire(self, flags: int) -> None:
-        """Open and lock the file. If the file system does not support locks, the file stays open but unlocked.
-
-        Raises:
-            StorageConflictError: Another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
-            StoragePermissionError: The file cannot be opened, so it is unknown whether it is locked.
-        """
+        """Open and lock the file, or only open it without lock support; raise StorageConflictError if it is locked."""
         self.release()  # in case an interrupted attempt still holds the lock
         with _descriptors, os_errors(self._file.url, "open"):
             descriptor = self.descriptor = open_own(self._file, flags)
@@ -72,10 +67,10 @@ class FileLock:
         except ObjectNotFoundError:
             return False
 
-    def is_own(self, token: str, size: int | None) -> bool:
+    def is_own(self, token: str) -> bool:
         """Return whether the lock is still held; without lock support, whether the file still contains ``token``."""
         is_locked = self.descriptor is not None and self.obstacle is None
-        return self.is_current() if is_locked else self.content(size).get("token") == token
+        return self.is_current() if is_locked else self.content().get("token") == token
 
     def release(self) -> None:
         """Close the file, which releases the lock. The file is not removed."""
@@ -87,21 +82,22 @@ class FileLock:
                 self._close = None
 
     def write(self, content: bytes, *, sync: bool) -> None:
-        """Write the contents of the file; a locked file must be empty. If ``sync`` is true, also sync the file."""
+        """Write the file, in place if it is open, because a new file would not be locked; sync it if ``sync``."""
         if self.descriptor is None:
-            self._file.write_bytes(content, atomic=False, sync=sync)
+            self._file.write_bytes(content)
             return
         with os_errors(self._file.url, "write"):
+            os.ftruncate(self.descriptor, 0)
             written = 0
             while written < len(content):  # a write may be partial if the disk becomes full
                 written += os.pwrite(self.descriptor, content[written:], written)
             if sync:
                 os.fsync(self.descriptor)
 
-    def content(self, size: int | None = None) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the JSON object in the file, or an empty dictionary if the file is missing or damaged."""
         try:
-            document = json.loads(self._file.read_own(limit=1 << 24, size=size))
+            document = json.loads(self._file.read_own(limit=1 << 24))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
@@ -145,12 +141,7 @@ class SaveLock(FileLock):
             raise self.conflict()
 
     def take_over(self) -> bool:
-        """Lock the marker of a dead save before the files of the save are removed; return whether the marker exists.
-
-        Raises:
-            StorageConflictError: The other save is still alive.
-            StoragePermissionError: The marker cannot be opened, so it is unknown whether the other save is alive.
-        """
+        """Lock the marker of a dead save and return whether it exists; raise StorageConflictError if the save lives."""
         try:
             return self._acquire(os.O_RDONLY)
         except ObjectNotFoundError:

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..errors import (
     DamagedCheckpointError,
@@ -27,16 +27,17 @@ from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .local import HIDDEN_SUFFIX
 from .parallel import REQUESTS, parallel_map
-from .status import GarbledAnswerError, check_extent, map_status, without_secrets
+from .status import GarbledAnswerError, check_extent, without_secrets
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import numpy as np
     from numpy.typing import NDArray
 
 _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 RETRIES = 8  # maximum number of retries per request; if the service stays unreachable, they take about two minutes
 # Time limit in seconds, including retries, for requests that transfer no data. Some services never respond.
@@ -67,14 +68,6 @@ class _Listing:
     prefix: str
     names: list[str]  # sorted
     others: dict[str, bool] = field(default_factory=dict)  # cache: whether each key outside the prefix exists
-
-
-class _Pending(Protocol[T_co]):
-    """A pending request: a Python future or a TensorStore future."""
-
-    def result(self, timeout: float) -> T_co: ...
-
-    def cancel(self) -> Any: ...
 
 
 class ObjectStoreBackend:
@@ -163,11 +156,11 @@ class ObjectStoreBackend:
 
     def failures(self) -> tuple[type[Exception], ...]:
         """Return the exception types that requests raise."""
-        return (ValueError, IndexError, RuntimeError, OSError)
+        raise NotImplementedError
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
         """Convert an exception raised by a request to a holdfast error."""
-        return map_status(error, self.url(key), action)
+        raise NotImplementedError
 
     def shown_cause(self, error: Exception) -> Exception | None:
         """Return the error, so that a traceback can show it as the cause, or None if its text contains secrets."""
@@ -280,7 +273,7 @@ class ObjectStoreBackend:
         return BY_NAME
 
     def request(
-        self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int = 0, *, attempts: int = 1
+        self, key: str, action: str, start: Callable[[], Future[T]], nbytes: int = 0, *, attempts: int = 1
     ) -> T:
         """Send a request and wait for its result, with a time limit; retry if the response cannot be parsed."""
         for _ in range(attempts - 1):
@@ -288,7 +281,7 @@ class ObjectStoreBackend:
                 return self._request_once(key, action, start, nbytes)
         return self._request_once(key, action, start, nbytes)
 
-    def _request_once(self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int) -> T:
+    def _request_once(self, key: str, action: str, start: Callable[[], Future[T]], nbytes: int) -> T:
         began = time.monotonic()
         timeout = time_limit(nbytes)
         future = None
@@ -411,16 +404,8 @@ def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.ui
         while position < segment.offset:
             yield np.zeros(min(segment.offset - position, 1 << 20), np.uint8)
             position += min(segment.offset - position, 1 << 20)
-        for part in segment.parts():
-            position += part.size
-            if position > segment.offset + segment.size:
-                break
-            yield part
-        if position != segment.offset + segment.size:
-            raise ValueError(
-                f"the segment at offset {segment.offset} should have {segment.size} bytes, "
-                f"but its parts have {position - segment.offset}"
-            )
+        yield from segment.checked_parts()
+        position += segment.size
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Conversion of operating system, obstore and TensorStore errors to holdfast's storage errors."""
+"""Conversion of operating system and obstore errors to holdfast's storage errors."""
 
 from __future__ import annotations
 
@@ -48,48 +48,9 @@ _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, err
 """Error numbers raised by opening, replacing or removing one of our files if its path is not a regular file."""
 
 
-class UnknownSchemeError(InvalidLocationError):
-    """The scheme of a URL is unknown; the caller adds the list of known schemes to the message."""
-
-
 class GarbledAnswerError(StorageUnavailableError):
     """A response from a store could not be parsed. It may come from a proxy instead of the service."""
 
-
-STATUSES: dict[str, type[HoldfastError]] = {
-    "CANCELLED": StorageUnavailableError,
-    "UNKNOWN": StorageError,
-    "INVALID_ARGUMENT": InvalidLocationError,
-    "DEADLINE_EXCEEDED": StorageUnavailableError,
-    "NOT_FOUND": ObjectNotFoundError,
-    "ALREADY_EXISTS": StorageConflictError,
-    "PERMISSION_DENIED": StoragePermissionError,
-    "RESOURCE_EXHAUSTED": StorageFullError,
-    "FAILED_PRECONDITION": StorageError,
-    "ABORTED": StorageConflictError,
-    "OUT_OF_RANGE": DamagedCheckpointError,
-    "UNIMPLEMENTED": StorageError,
-    "INTERNAL": StorageError,
-    "UNAVAILABLE": StorageUnavailableError,
-    "DATA_LOSS": DamagedCheckpointError,
-    "UNAUTHENTICATED": StoragePermissionError,
-}
-"""Error classes for Abseil's status codes, which TensorStore uses: https://abseil.io/docs/cpp/guides/status-codes."""
-
-_SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
-    (r"Malformed List response|Failed to parse response", GarbledAnswerError),
-    ("RequestTimeTooSkewed", StoragePermissionError),  # TensorStore retries the request, but no retry succeeds
-    (r"All \d+ retry attempts failed", StorageUnavailableError),  # TensorStore reports ABORTED
-    (
-        "ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|IllegalLocationConstraint"
-        "|credentials from provider",
-        StoragePermissionError,
-    ),
-    (r"was ignored by server|Content-Range header", DamagedCheckpointError),  # range requests are not supported
-    (r"StorageFull|QuotaExceeded|http_response_code='507'", StorageFullError),
-    (r"PermanentRedirect|http_response_code='30[178]'", InvalidLocationError),
-)
-"""Patterns for messages whose meaning differs from the status that TensorStore reports."""
 
 _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"credential provider: \w*(Transport|Connect)\w*Error|login service", StorageUnavailableError),
@@ -128,9 +89,6 @@ _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
 _PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
 _USER = r"(:/+)[^/\s'\"]*@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
-
-# TensorStore appends these fields, which only repeat the message.
-_BODY = r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]"
 
 _ADVICE: dict[type[HoldfastError], str] = {
     StoragePermissionError: "check the permissions or credentials",
@@ -184,17 +142,6 @@ def map_os_error(error: OSError, path: str, action: str) -> StorageError:
     mapped = explain_failure(cls, action, path, error.strerror or str(error))
     mapped.errno = error.errno
     return mapped
-
-
-def map_status(error: Exception, path: str, action: str) -> HoldfastError:
-    if isinstance(error, OSError):
-        return map_os_error(error, path, action)
-    text = str(error)
-    status = re.match(r"[A-Z_]+(?=:)", text)
-    # TensorStore omits the status name for invalid arguments.
-    other = InvalidLocationError if status is None and isinstance(error, ValueError) else StorageError
-    cls = _first_match(_SERVICE_CODES, text) or STATUSES.get(status[0] if status else "", other)
-    return explain_failure(cls, action, path, re.sub(_BODY, "", text))
 
 
 def _first_match(failures: Sequence[tuple[str, type[HoldfastError]]], text: str) -> type[HoldfastError] | None:

@@ -16,6 +16,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fixtures import StoredFiles
 
 import holdfast as hf
 from holdfast.engine.arrays import ArrayDatabase, HostTree, TreeReader, TreeWriter, load_tree
@@ -23,7 +24,7 @@ from holdfast.engine.arrays.fragments import Fragment
 from holdfast.engine.arrays.snapshot import StagingBuffer
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import ArrayLeaf, Part, Piece, describe, flatten
-from holdfast.engine.storage import as_location, shared_context
+from holdfast.engine.storage import as_location
 
 Same = Callable[[Any, Any], None]
 Divide = Callable[[str, tuple[int, ...]], tuple[Part, ...] | None]
@@ -116,12 +117,16 @@ def write_shares(
 
 
 def read_with_tensorstore(place: str, name: str) -> Any:
+    context = ts.Context()
+    memory = ts.KvStore.open(f"{place}/", context=context).result()
+    for path, content in StoredFiles(place).read().items():
+        memory.write(path, content).result()
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "ocdbt", "base": f"{place}/", "path": f"{name}/"},
         "fill_missing_data_reads": False,
     }
-    return ts.open(spec, open=True, context=shared_context()).result().read().result()
+    return ts.open(spec, open=True, context=context).result().read().result()
 
 
 def check(place: str, files: Any, assert_same: Same, tree: Any = TREE) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeReader
-from holdfast.engine.storage import as_location, shared_context
+from holdfast.engine.storage import as_location
 
 Same = Callable[[Any, Any], None]
 
@@ -30,15 +30,19 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return str(tmp_path / "place")
+
+
 def spec_of(place: str, name: str = "") -> dict[str, Any]:
-    base = place if place.startswith("memory://") else f"file://{place}"
-    return {"driver": "ocdbt", "base": f"{base}/", "path": f"{name}/" if name else ""}
+    return {"driver": "ocdbt", "base": f"file://{place}/", "path": f"{name}/" if name else ""}
 
 
 def read(place: str, name: str) -> Any:
     """Read an array with TensorStore, which must not fill in missing chunks."""
     spec = {"driver": "zarr3", "kvstore": spec_of(place, name), "fill_missing_data_reads": False}
-    return ts.open(spec, open=True, context=shared_context()).result().read().result()
+    return ts.open(spec, open=True).result().read().result()
 
 
 # ---- what is saved here
@@ -127,13 +131,12 @@ def test_a_part_of_a_checkpoint_is_no_checkpoint(place: str) -> None:
     )
 )
 def test_any_arrays(arrays: dict[str, Any]) -> None:
-    place = f"memory://tests/{uuid.uuid4().hex}"
-    hf.save(place, arrays, layout=SMALL)
-    for expected, leaf in zip(arrays.values(), hf.describe(place), strict=True):
-        found = np.asarray(read(f"{place}/state", leaf.path.replace(".", "%2E")))
-        assert found.dtype == expected.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(found, expected)
-    as_location(place).remove_tree()
+    with tempfile.TemporaryDirectory() as place:
+        hf.save(f"{place}/ckpt", arrays, layout=SMALL)
+        for expected, leaf in zip(arrays.values(), hf.describe(f"{place}/ckpt"), strict=True):
+            found = np.asarray(read(f"{place}/ckpt/state", leaf.path.replace(".", "%2E")))
+            assert found.dtype == expected.dtype.newbyteorder("=")
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_tensorstore_finds_a_flipped_bit(place: str, stored: Callable[[str], Any]) -> None:
@@ -173,9 +176,7 @@ def write(
     if chunks is not None:
         metadata["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": list(chunks)}}
     spec = {"driver": "zarr3", "kvstore": {**spec_of(place, name), "config": config or {}}, "metadata": metadata}
-    store = ts.open(
-        spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, context=shared_context(), **options
-    ).result()
+    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, **options).result()
     store.write(array).result()
 
 
@@ -245,7 +246,7 @@ def test_the_newest_of_several_versions(place: str, assert_same: Same) -> None:
     values = np.arange(3000.0).reshape(60, 50)
     for version in range(3):
         write(place, f"a{version}", values, (20, 20))
-    store = ts.open({"driver": "zarr3", "kvstore": spec_of(place, "a0")}, open=True, context=shared_context()).result()
+    store = ts.open({"driver": "zarr3", "kvstore": spec_of(place, "a0")}, open=True).result()
     store[10:30].write(-1.0).result()
     values_now = values.copy()
     values_now[10:30] = -1
@@ -265,7 +266,7 @@ def test_a_folder_of_arrays_is_a_checkpoint_of_another_library(place: str, asser
 
 def test_a_chunk_that_is_missing_from_a_checkpoint_is_damage(place: str) -> None:
     hf.save(place, {"w": np.zeros(3000)}, layout=SMALL)
-    database = ts.KvStore.open(spec_of(f"{place}/state"), context=shared_context()).result()
+    database = ts.KvStore.open(spec_of(f"{place}/state")).result()
     database.write(b"w/c/2", None).result()
     with pytest.raises(hf.DamagedCheckpointError):
         hf.load(place)

@@ -26,8 +26,8 @@ from holdfast.engine.format import encode_document
 from holdfast.engine.format.record import VERSION, CheckpointRecord, FileRecord, ItemRecord
 from holdfast.engine.steps import read_record
 from holdfast.engine.storage import SaveLock
+from holdfast.engine.storage.folders import MemoryBackend
 from holdfast.engine.storage.local import LocalBackend
-from holdfast.engine.storage.memory import MemoryBackend
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -25,8 +25,8 @@ from tests.checkpoint.kinds import KINDS, Kind
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint, commit, commit_protocol
 from holdfast.engine.storage import Location
+from holdfast.engine.storage.folders import MemoryBackend
 from holdfast.engine.storage.local import LocalBackend
-from holdfast.engine.storage.memory import MemoryBackend
 from holdfast.integrations.components import layout
 
 ROOT = Path(__file__).resolve().parents[2]

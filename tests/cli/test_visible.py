@@ -13,7 +13,7 @@ import pytest
 import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.cli.streams import configure_logging, one_line, visible
-from holdfast.engine.storage.status import map_status
+from holdfast.engine.storage import explain_failure
 
 ACTING = "a\x1b[2J\x1b]0;title\x07\r\u202e\u2066\x9b31m\u2028b"
 FORGED = f"{ACTING}\nforged line"
@@ -142,7 +142,8 @@ def test_passwords_in_addresses_are_not_repeated(address: str, capsys: pytest.Ca
     ],
 )
 def test_passwords_of_endpoints_are_not_repeated(address: str) -> None:
-    said = str(map_status(ValueError(f"UNAVAILABLE: cannot reach {address}: refused"), "s3://bucket/x", "read"))
+    kind = hf.errors.StorageUnavailableError
+    said = str(explain_failure(kind, "read", "s3://bucket/x", f"cannot reach {address}: refused"))
     assert "secret" not in said
     assert "proxy:3128" in said
     assert said.endswith("refused; check the connection and try again")

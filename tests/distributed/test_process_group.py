@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,23 +25,31 @@ def test_alone_nothing_is_sent() -> None:
     assert run_on_primary("it", [found], lambda: found, hf.processes.Alone()) is found
 
 
-ARGUMENTS = pytest.mark.parametrize("arguments", [None, [1, ["a"]]], ids=["decide", "with arguments"])
+def decide(one: Coordinator, work: Callable[[], Any], timeout: float = 10.0) -> Any:
+    return group(one, timeout).decide("it", work)
 
 
-@ARGUMENTS
-def test_the_result_of_process_0_reaches_all(arguments: Any) -> None:
+def on_primary(one: Coordinator, work: Callable[[], Any], timeout: float = 10.0) -> Any:
+    return run_on_primary("it", [1, ["a"]], work, one, timeout)
+
+
+WAYS = pytest.mark.parametrize("way", [decide, on_primary])
+
+
+@WAYS
+def test_the_result_of_process_0_reaches_all(way: Any) -> None:
     def work(one: Coordinator) -> Any:
-        return group(one).decide("it", lambda: {"by": one.process_index}, arguments=arguments)
+        return way(one, lambda: {"by": one.process_index})
 
     assert together(COUNT, work) == [{"by": 0}] * COUNT
 
 
-@ARGUMENTS
-def test_an_error_of_process_0_reaches_all(arguments: Any) -> None:
+@WAYS
+def test_an_error_of_process_0_reaches_all(way: Any) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("no such luck")
 
-    first, *others = together(COUNT, lambda one: group(one).decide("it", fail, arguments=arguments))
+    first, *others = together(COUNT, lambda one: way(one, fail))
     assert isinstance(first, ZeroDivisionError)
     for other in others:
         assert isinstance(other, hf.errors.PeerFailedError)
@@ -53,12 +62,12 @@ def test_a_result_that_json_cannot_hold_reaches_all_as_an_error() -> None:
     assert all(isinstance(other, hf.errors.PeerFailedError) for other in others)
 
 
-@ARGUMENTS
-def test_a_process_0_that_does_not_come_is_named(arguments: Any) -> None:
+@WAYS
+def test_a_process_0_that_does_not_come_is_named(way: Any) -> None:
     def work(one: Coordinator) -> Any:
         if one.process_index == 0:
             return None
-        return group(one, 0.2).decide("it", dict, arguments=arguments)
+        return way(one, dict, 0.2)
 
     for other in together(COUNT, work)[1:]:
         assert isinstance(other, hf.errors.BarrierTimeoutError)
@@ -67,14 +76,14 @@ def test_a_process_0_that_does_not_come_is_named(arguments: Any) -> None:
 
 def test_process_0_waits_for_none() -> None:
     def work(one: Coordinator) -> Any:
-        return "done" if one.process_index else group(one, 0.2).decide("it", lambda: "done", arguments=[1])
+        return "done" if one.process_index else on_primary(one, lambda: "done", 0.2)
 
     assert together(COUNT, work) == ["done"] * COUNT
 
 
 def test_processes_that_ask_for_something_else() -> None:
     def work(one: Coordinator) -> Any:
-        return group(one).decide("it", lambda: "done", arguments=[one.process_index == 2])
+        return run_on_primary("it", [one.process_index == 2], lambda: "done", one)
 
     *others, last = together(COUNT, work)
     assert others == ["done", "done"]

@@ -13,6 +13,9 @@ import pytest
 from tests.formats.orbax_files import LAYOUTS, edit, save
 
 import holdfast as hf
+from holdfast.engine import errors
+from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.orbax.arrays import reason
 
 jnp: Any = pytest.importorskip("jax.numpy")
 Saved = Callable[[str], Path]
@@ -202,3 +205,33 @@ def test_files_that_nothing_works_without(saved: Saved, layout: str, file: str, 
     with pytest.raises(hf.DamagedCheckpointError, match=f"{file} is missing"):
         hf.load(path)
     assert not hf.verify(path).ok
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("UNAVAILABLE: no answer", errors.StorageUnavailableError),
+        ("DEADLINE_EXCEEDED: too late", errors.StorageUnavailableError),
+        ("CANCELLED: given up", errors.StorageUnavailableError),
+        ("PERMISSION_DENIED: no", errors.StoragePermissionError),
+        ("UNAUTHENTICATED: who?", errors.StoragePermissionError),
+        ("RESOURCE_EXHAUSTED: quota", errors.StorageFullError),
+        ("ABORTED: changed meanwhile", errors.StorageConflictError),
+        ("ABORTED: All 8 retry attempts failed: SlowDown: [http_response_code='503']", errors.StorageUnavailableError),
+        ("ABORTED: All 8 retry attempts failed: RequestTimeTooSkewed", errors.StoragePermissionError),
+        ("ExpiredToken: The token has expired [http_response_code='400']", errors.StoragePermissionError),
+        ("INTERNAL: Failed to get credentials from provider: none", errors.StoragePermissionError),
+        ("INVALID_ARGUMENT: Malformed List response", errors.StorageUnavailableError),
+    ],
+)
+def test_errors_of_the_storage_are_not_those_of_an_array(message: str, expected: type[Exception]) -> None:
+    with pytest.raises(expected, match=r"^cannot read memory://x: ") as caught:
+        reason(ValueError(f"{message} [x-amzn-requestid='1']"), as_location("memory://x"))
+    assert type(caught.value) is expected
+    assert "requestid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", ["NOT_FOUND: ", "DATA_LOSS: ", "OUT_OF_RANGE: ", "INTERNAL: ", "BRAND_NEW: ", ""])
+def test_the_reason_why_an_array_is_not_read(status: str) -> None:
+    error = ValueError(f"{status}Invalid: key [tensorstore_spec='x']")
+    assert reason(error, as_location("memory://x")) == "Invalid: key"

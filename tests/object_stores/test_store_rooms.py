@@ -68,12 +68,12 @@ def test_arrays_of_others(store: Store) -> None:
     """A folder of arrays that TensorStore wrote."""
     import tensorstore as ts
 
-    from holdfast.engine.storage import as_location, shared_context
+    from holdfast.engine.storage import as_location
     from holdfast.integrations.formats.orbax.arrays import directory_spec
 
     base = directory_spec(as_location(f"{store.url}/theirs"))
     spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "w/"}}
-    array = ts.open(spec, create=True, dtype=ts.float32, shape=[10], context=shared_context()).result()
+    array = ts.open(spec, create=True, dtype=ts.float32, shape=[10]).result()
     array.write(np.arange(10, dtype=np.float32)).result()
     assert hf.load(f"{store.url}/theirs")["w"].tolist() == list(range(10))
 

@@ -17,7 +17,7 @@ import pytest
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
 from holdfast.engine.storage import Buffer, DataReader, Location, Segment, aligned_empty, as_location
 from holdfast.engine.storage import local as local_storage
-from holdfast.engine.storage.buffers import HUGE_PAGE, PAGE, BlockPool, round_up
+from holdfast.engine.storage.buffers import HUGE_PAGE, PAGE, round_up
 
 if TYPE_CHECKING:
     import pathlib
@@ -389,23 +389,24 @@ def test_a_buffer_grows_and_is_reused() -> None:
     assert buffer.view(0).size == 0
 
 
-def test_a_pool_lends_each_block_to_one_at_a_time() -> None:
-    pool = BlockPool(1 << 20, spare=2)
-    with pool.block() as first, pool.block() as second, pool.block() as third:
+def test_a_block_is_lent_to_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_storage, "_idle_blocks", [])
+    monkeypatch.setattr(local_storage, "THREADS", 2)
+    with local_storage._block() as first, local_storage._block() as second, local_storage._block() as third:
         lent = {block.ctypes.data for block in (first, second, third)}
-        assert {block.size for block in (first, second, third)} == {1 << 20}
+        assert {block.size for block in (first, second, third)} == {local_storage.BLOCK}
     assert len(lent) == 3
-    with pool.block() as again, pool.block() as other:
+    with local_storage._block() as again, local_storage._block() as other:
         assert {again.ctypes.data, other.ctypes.data} <= lent
         assert again.ctypes.data != other.ctypes.data
 
 
-def test_a_pool_gets_its_block_back_after_an_error() -> None:
-    pool = BlockPool(4096, spare=1)
+def test_a_block_is_reused_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_storage, "_idle_blocks", [])
     addresses = []
 
     def fail() -> None:
-        with pool.block() as block:
+        with local_storage._block() as block:
             addresses.append(block.ctypes.data)
             raise KeyError
 

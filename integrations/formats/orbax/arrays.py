@@ -24,13 +24,14 @@ from ....engine.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     StorageConflictError,
+    StorageError,
     StorageFullError,
     StoragePermissionError,
     StorageUnavailableError,
 )
 from ....engine.format import MANIFEST_NAME, Database, Entries, NodePlace
 from ....engine.pytree import Box
-from ....engine.storage import Location, aligned_empty, map_status, shared_context
+from ....engine.storage import Location, aligned_empty, explain_failure
 
 if TYPE_CHECKING:
     import tensorstore
@@ -42,7 +43,27 @@ _SMALL_CHUNK = 64 << 20  # chunks of up to this many bytes are accepted even in 
 _UNSTORED = 4 << 30  # allowance, in bytes, for chunks that are not stored because they contain only the fill value
 _MANIFEST_LIMIT = 512 << 20  # maximum size, in bytes, of a manifest
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
-_OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
+_BODY = re.compile(r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]")  # fields that repeat the message
+
+# Errors of the storage itself, as opposed to errors of one array. The message of an error begins with a status code of
+# Abseil, https://abseil.io/docs/cpp/guides/status-codes, but some messages mean something else than their status.
+_STATUSES: dict[str, type[StorageError]] = {
+    "ABORTED": StorageConflictError,
+    "CANCELLED": StorageUnavailableError,
+    "DEADLINE_EXCEEDED": StorageUnavailableError,
+    "PERMISSION_DENIED": StoragePermissionError,
+    "RESOURCE_EXHAUSTED": StorageFullError,
+    "UNAUTHENTICATED": StoragePermissionError,
+    "UNAVAILABLE": StorageUnavailableError,
+}
+_MESSAGES: tuple[tuple[str, type[StorageError]], ...] = (
+    (
+        "RequestTimeTooSkewed|ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed"
+        "|IllegalLocationConstraint|credentials from provider",
+        StoragePermissionError,
+    ),
+    (r"All \d+ retry attempts failed|Malformed List response|Failed to parse response", StorageUnavailableError),
+)
 
 
 def directory_spec(location: Location) -> dict[str, Any]:
@@ -92,7 +113,11 @@ class OpenedArrays:
         import tensorstore
 
         self._location = location
-        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+        for file in location.glob("**/*") if location.url.startswith("memory://") else ():
+            if file.is_there():  # TensorStore reads its own memory, so copy the objects there
+                spec = directory_spec(file.parent)
+                tensorstore.KvStore.open(spec, context=context).result().write(file.name, file.read_bytes()).result()
         opening = {name: tensorstore.open(spec, context=context, open=True, read=True) for name, spec in specs.items()}
         self._stores: dict[str, tensorstore.TensorStore] = {}
         self.dtypes: dict[str, np.dtype[Any]] = {}
@@ -170,10 +195,11 @@ class OpenedArrays:
 
 def reason(error: Exception, location: Location) -> str:
     """Return the reason why an array cannot be read; raise a storage error if the storage itself failed."""
-    mapped: HoldfastError = map_status(error, location.url, "read")
-    if isinstance(mapped, _OF_STORAGE):
-        raise mapped from error
-    return re.sub(r"^[A-Z_]+: ", "", _SPEC.sub("", str(error)))
+    text = str(error)
+    cls = next((cls for pattern, cls in _MESSAGES if re.search(pattern, text)), _STATUSES.get(text.partition(":")[0]))
+    if cls is not None:
+        raise explain_failure(cls, "read", location.url, _BODY.sub("", text)) from error
+    return re.sub(r"^[A-Z_]+: ", "", _SPEC.sub("", text))
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
