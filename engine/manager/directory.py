@@ -75,7 +75,7 @@ from .ownership import (
     stored_identity,
 )
 from .places import StepPlace
-from .retention import KeepAll, KeepBest, kept_steps, reasons
+from .retention import KeepAll, KeepBest, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -454,7 +454,7 @@ class RunDirectory(StepIndex):
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
         records = {step: self.known_record(step) for step in self.steps()}  # read first, to detect later changes
-        kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
+        kept = {*reasons(self.infos(), self._rules), *(step for step, _ in self._protected())}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:
             self._warn_without_best()

@@ -10,13 +10,12 @@ import abc
 import heapq
 import math
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .metrics import Metric, Mode, format_metric, metric_name, metric_value
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ..format import CheckpointRecord
     from ..steps import StepEntry
@@ -162,24 +161,15 @@ class KeepSteps:
 # ---- all rules
 
 
-def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps that any rule keeps, and the newest step."""
-    return set().union(*_verdicts(steps, rules))
-
-
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
     """Return the steps to keep in ascending order, each with all the reasons to keep it."""
-    by_step: dict[int, list[str]] = {}
-    for verdict in _verdicts(steps, rules):
-        for step, reason in verdict.items():
+    if not steps:
+        return {}
+    by_step = {max(info.step for info in steps): [NEWEST]}
+    for rule in rules:
+        for step, reason in rule.kept(steps).items():
             by_step.setdefault(step, []).append(reason)
     return {step: tuple(dict.fromkeys(by_step[step])) for step in sorted(by_step)}
-
-
-def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterator[dict[int, str]]:
-    if steps:
-        yield {max(map(attrgetter("step"), steps)): NEWEST}
-        yield from (rule.kept(steps) for rule in rules or (KeepAll(),))
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:

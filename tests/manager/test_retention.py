@@ -20,7 +20,6 @@ from holdfast.engine.manager.retention import (
     KeepPinned,
     KeepSteps,
     KeepWithoutMetrics,
-    kept_steps,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +162,6 @@ def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, 
     assert max(kept) == steps[-1].step
     assert best(survivors, "acc", mode) == best(steps, "acc", mode)
     assert reasons(survivors, rules) == kept
-    assert kept_steps(steps, rules) == kept.keys()
 
 
 def test_reasons_are_a_union_that_people_can_read() -> None:
@@ -236,8 +234,8 @@ def test_the_newest_is_kept_by_any_rules_and_everything_without_rules() -> None:
     steps = scored({100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4, 500: 0.5})
     assert list(reasons(steps, [KeepBest(3, "acc", "min")])) == [100, 200, 300, 500]
     assert reasons(steps, [KeepSteps(())]) == {500: ("newest",)}
-    assert list(reasons(steps, [])) == [100, 200, 300, 400, 500]
-    assert reasons(steps, ())[100] == ("nothing limits what is kept",)
+    assert list(reasons(steps, [KeepAll()])) == [100, 200, 300, 400, 500]
+    assert reasons(steps, [KeepAll()])[100] == ("nothing limits what is kept",)
     assert reasons([], [KeepLatest(1)]) == {}
     twice = [KeepLatest(1), KeepLatest(3), Every(steps=1), Every(steps=1)]
     assert reasons(infos(1), twice) == {1: ("newest", "every step")}, "each reason is given once"
