@@ -138,11 +138,9 @@ class StepRestorer:
                 continue
             if peeks and not items:
                 return step, {}, damaged
-            with self._read_by_all(step) as (shared, damages):
-                values = self._read(step, items, kwargs, shared)
-            if not damages:
+            values, damage = self._read_by_all(step, items, kwargs)
+            if damage is None:
                 return step, values, damaged
-            (damage,) = damages
             if step in replaced:
                 replaced.remove(step)
                 self._drop(step, damage)
@@ -271,10 +269,8 @@ class StepRestorer:
             before = newest_with(item, self.run.steps.infos(), step)
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
             _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
-        values = {}
         try:
-            for name, wanted in self.items.to_restore(stored, items, kwargs, shared).items():
-                values[name] = stored.restore(*wanted)
+            values = self.items.restore(stored, items, kwargs, shared)
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
@@ -283,16 +279,14 @@ class StepRestorer:
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
-        return self.items.as_given(values)
+        return values
 
-    @contextlib.contextmanager
-    def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
-        """Run the block, which reads a step on all processes; then append the first damage that any process found."""
-        damage = broken = None
-        damages: list[_Damage] = []
+    def _read_by_all(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
+        """Read a step on all processes; return its items, and the first damage that any process found."""
+        values = damage = broken = None
         with self._shared_reads(together=True) as shared:
             try:
-                yield shared, damages
+                values = self._read(step, items, kwargs, shared)
             except PeerFailedError as error:  # the actual cause, damage or a fatal error, is determined below
                 broken = error
             except BaseException as error:
@@ -308,6 +302,7 @@ class StepRestorer:
             if (found := self.run.processes.first("restored", damage)) is not None:
                 self.items.damage_found()
                 process, fields = found
-                damages.append(_Damage(*fields)._replace(process=process))
-            elif broken is not None:
+                return None, _Damage(*fields)._replace(process=process)
+            if broken is not None:
                 raise broken
+        return values, None
