@@ -187,10 +187,6 @@ class StepIndex:
         here = None if record.step is None else self.known_record(record.step)
         return here is not None and here.fingerprint == record.fingerprint
 
-    def has_item(self, item: str, step: int) -> bool:
-        record = self.known_record(step)
-        return record is not None and item in record.items
-
     def steps(self) -> list[int]:
         """Return the committed steps with an intact commit record, in ascending order."""
         return [info.step for info in self.infos()]

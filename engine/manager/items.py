@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -104,7 +103,8 @@ class ItemSet:
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
-            written.begin(step, [n for n in near if n is not None], functools.partial(run.has_item, name))
+            having = {info.step for info in infos if name in info.items}
+            written.begin(step, [n for n in near if n is not None], having.__contains__)
 
     @contextlib.contextmanager
     def steps_deleted(self) -> Iterator[None]:

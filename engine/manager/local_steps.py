@@ -23,9 +23,9 @@ from ..arrays import FileCheck
 from ..checkpoint import file_checks
 from ..clock import format_size
 from ..distributed import ProcessGroup, Rendezvous, machine_identity, primary_host
-from ..errors import HoldfastError, ObjectNotFoundError, OptionError, StorageError, itemized, shortened
+from ..errors import HoldfastError, OptionError, StorageError, itemized, shortened
 from ..format import PARTIAL, RECORD, CheckpointRecord, FileRecord
-from ..steps import RECORD_LIMIT
+from ..steps import read_record
 from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFiles, as_location, parallel_map
 from .directory import RunDirectory
 from .events import described
@@ -485,11 +485,9 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return a local step's commit record, or None if it is missing or unreadable; another host may have a copy."""
+    """Return a local step's commit record, or None if it is unreadable; another host may have a copy."""
     try:
-        return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
-    except ObjectNotFoundError:
-        return None
+        return read_record(folder)
     except HoldfastError as error:
         _logger.warning("%s: the commit record of this local step is passed over: %s", folder, error)
         return None
