@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -162,7 +161,7 @@ class CheckpointManager(ExplainsNames):
         Returns:
             True if the mirror has the newest step, or if there is no mirror.
         """
-        return self._mirror is None or not self.processes.is_primary or self._mirror.finish(timeout_secs)
+        return self._mirror is None or self._mirror.finish(timeout_secs)
 
     # ---- reading the directory
 
@@ -311,8 +310,7 @@ class CheckpointManager(ExplainsNames):
             if restored is None:
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
-        step = valid_step(step)
-        return self._restorer.restore_step(step, items, restore_kwargs or {})
+        return self._restorer.restore_step(valid_step(step), items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Restore the newest intact step.
@@ -333,9 +331,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        began = time.perf_counter()
-        whole = self._restorer.newest_whole(items, restore_kwargs or {})
-        return None if whole is None else self._restorer.resume(whole, began)
+        return self._restorer.resume(items, restore_kwargs or {})
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Preview the step that a restore would read, for programs whose setup depends on the step they resume from.

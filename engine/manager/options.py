@@ -7,7 +7,6 @@ they match. The ``metadata`` of a field contains its smallest and largest allowe
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import textwrap
@@ -73,15 +72,8 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
         def described(entry: re.Match[str]) -> str:
             indent, names = entry[1], re.findall(r"\w+", entry[2])
-            wrap = functools.partial(
-                textwrap.fill,
-                width=120,
-                initial_indent=indent,
-                subsequent_indent=f"{indent}    ",
-                break_on_hyphens=False,
-                break_long_words=False,
-            )
-            return "\n".join(wrap(f"{name}: {texts[name]}") for name in names)
+            wrapper = textwrap.TextWrapper(120, indent, f"{indent}    ", break_long_words=False, break_on_hyphens=False)
+            return "\n".join(wrapper.fill(f"{name}: {texts[name]}") for name in names)
 
         if taker.__doc__ is not None:
             taker.__doc__ = re.sub(r"^( +)([a-z]\w*(?:,\s+[a-z]\w*)*):$", described, taker.__doc__, flags=re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,9 +72,6 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and newer steps that are damaged
-
-
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
     """Restores steps, and informs the manager's other components which step the run resumes from."""
@@ -103,8 +100,11 @@ class StepRestorer:
         self.resumes_from(step, began=began)
         return values
 
-    def resume(self, whole: ReadStep, began: float) -> Restored:
-        """Resume from the step that :meth:`newest_whole` returned; warn about newer, damaged steps."""
+    def resume(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
+        """Resume from the newest whole step; warn about newer, damaged steps."""
+        began = time.perf_counter()
+        if (whole := self.newest_whole(items, kwargs)) is None:
+            return None
         step, values, damaged = whole
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
@@ -125,8 +125,8 @@ class StepRestorer:
 
     def newest_whole(
         self, items: Any, kwargs: Mapping[str, Any], named: int | None = None, *, peeks: bool = False
-    ) -> ReadStep | None:
-        """Read the newest step that is intact on all processes, or the given one; skip damaged steps with a warning."""
+    ) -> tuple[int, Any, list[tuple[int, _Damage]]] | None:
+        """Return the given or newest step that is intact on all processes, its items, and damaged newer steps."""
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
