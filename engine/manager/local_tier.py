@@ -98,9 +98,6 @@ class LocalTier(StepPlace):
     def steps(self) -> Collection[int]:
         return self._hosts.further
 
-    def may_have(self, step: int) -> bool:
-        return step in self._hosts.further and step not in self._steps
-
     def fetch(self, step: int, overwrite: bool) -> bool:
         whole = self._hosts.take(step) if step in self._hosts.further else None
         if whole is not None:

@@ -559,7 +559,7 @@ class CheckpointManager(ExplainsNames):
         """Delete steps from the directory; ``everywhere`` also notifies the other storage tiers of the deletion."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
-        self._saves.deleted()
+        self._saves.decisions.deleted(max(self._steps.steps(), default=0))
         if everywhere:
             self._run.notify("deleted", step)
         return deleted

@@ -181,9 +181,6 @@ class RunMirror(StepPlace):
             self._warn(error, "its steps are not considered")
             return []
 
-    def may_have(self, step: int) -> bool:
-        return True
-
     def fetch(self, step: int, overwrite: bool) -> bool:
         self._acquire_run(self)
         fetched = self._processes.decide(f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH)

@@ -258,10 +258,6 @@ class SaveQueue:
         self._change_metrics(step, metrics)
         return metrics
 
-    def deleted(self) -> None:
-        """Count the interval to the next save from the newest remaining step."""
-        self.decisions.deleted(max(self.run.steps.steps(), default=0))
-
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
         """Wait until no save of the step is in progress, and prevent a new one while the block changes the step."""
