@@ -124,28 +124,29 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 # ---- the optimal interval
 
 
-def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
+def save_interval(given: Duration) -> float | tuple[float, float]:
     """Return the interval between saves in seconds, or the bounds (least, greatest) of a learned interval."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
-            return seconds(given, name=name)
+            return seconds(given, name="save_interval_secs")
         except OptionError as error:
             raise OptionError(f"{error}; or 'auto', or 'auto 1m to 1h' with bounds of your own") from None
     match = _AUTO.fullmatch(given)
     if match is None:
         raise OptionError(
-            f"{name}={given!r} must be 'auto', or have the least and the greatest interval, as in 'auto 1m to 1h'"
+            f"save_interval_secs={given!r} must be 'auto', or have the least and the greatest interval, as in "
+            "'auto 1m to 1h'"
         )
     if match["least"] is None:
         return _BOUNDS
     try:
         least, greatest = seconds(match["least"], name="the least"), seconds(match["greatest"], name="the greatest")
     except OptionError as error:
-        raise OptionError(f"{name}={given!r}: {error}") from None
+        raise OptionError(f"save_interval_secs={given!r}: {error}") from None
     if least > greatest:
         raise OptionError(
-            f"{name}={given!r}: the least interval comes first, and {format_duration(least)} is longer than "
-            f"{format_duration(greatest)}"
+            f"save_interval_secs={given!r}: the least interval comes first, and {format_duration(least)} is longer "
+            f"than {format_duration(greatest)}"
         )
     return least, greatest
 

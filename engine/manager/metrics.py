@@ -179,39 +179,40 @@ class MetricWatch:
     """Warns once if steps lack the metric that ranks checkpoints, probably because its name is misspelled."""
 
     def __init__(self, metric: Metric, where: str) -> None:
-        self._metric = metric
+        self.metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # whether the metric has been reported, or the warning logged
 
-    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check a step's metrics without device transfers; ``saved`` yields the ranking metric of each saved step."""
+    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> bool:
+        """Check a step's metrics without device transfers; return whether the watch ends, perhaps with the warning."""
+        # ``saved`` yields the ranking metric of each saved step.
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
-            return
-        missing, value = _missing(metrics or {}, self._metric)
+            return False
+        missing, value = _missing(metrics or {}, self.metric)
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
-            self.ended = True
+            return True
         # An evaluation metric, such as val_loss, may be missing for many steps, because loops evaluate rarely.
-        elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
-            self.ended = True
-            import difflib  # imported lazily because only the warning needs it
+        if self._steps < _PATIENCE and _OF_EVALUATION.match(missing) and not any(map(_OF_EVALUATION.match, names)):
+            return False
+        import difflib  # imported lazily because only the warning needs it
 
-            near = difflib.get_close_matches(missing, names, n=1)
-            about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
-            if value is _ABSENT:
-                problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
-            else:
-                computed = missing == _NAMELESS and callable(self._metric)
-                given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
-                problem = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
-                about = about if computed and value is None else ""
-            text = (
-                "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
-                "it. All is well if it comes later, such as from an evaluation"
-            )
-            _logger.warning(text, self._where, step, problem, about)
+        near = difflib.get_close_matches(missing, names, n=1)
+        about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
+        if value is _ABSENT:
+            problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
+        else:
+            computed = missing == _NAMELESS and callable(self.metric)
+            given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
+            problem = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
+            about = about if computed and value is None else ""
+        text = (
+            "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save it. "
+            "All is well if it comes later, such as from an evaluation"
+        )
+        _logger.warning(text, self._where, step, problem, about)
+        return True
 
 
 def _kind(value: Any) -> str:
@@ -231,11 +232,9 @@ def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, An
     except Exception:  # raised again by the save that ranks this step
         return None, None
     # Check types and shapes only, to avoid transferring values from a device.
-    texts = (str, bytes, bytearray, Mapping, list, tuple)
-    is_none = (
-        value is _ABSENT or value is None or isinstance(value, texts) or math.prod(getattr(value, "shape", ())) != 1
-    )
-    return name if is_none else None, value
+    others = (type(None), str, bytes, bytearray, Mapping, list, tuple)
+    is_number = value is not _ABSENT and not isinstance(value, others) and math.prod(getattr(value, "shape", ())) == 1
+    return None if is_number else name, value
 
 
 def _names(metrics: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -65,10 +65,9 @@ class SaveQueue:
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn once if the metrics do not include the metric that ranks checkpoints."""
-        best_fn = self.run.options.best_fn
-        if self._watch is not None and best_fn is not None:
-            self._watch.note(step, metrics, (info.value(best_fn) for info in self.run.steps.infos()))
-            self._watch = None if self._watch.ended else self._watch
+        watch, infos = self._watch, self.run.steps.infos()
+        if watch is not None and watch.note(step, metrics, (info.value(watch.metric) for info in infos)):
+            self._watch = None
 
     def item_due(self, item: str, step: int) -> bool:
         interval = self.run.options.item_intervals.get(item)
