@@ -35,7 +35,6 @@ from .manager import settle_mirror as settle_mirror
 from .manager import step_location as step_location
 from .manager import whole_step as whole_step
 from .metrics import Metric as Metric
-from .metrics import better as better
 from .metrics import metric_name as metric_name
 from .metrics import metric_value as metric_value
 from .metrics import number_of as number_of

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from ..clock import Clock
 from ..errors import shortened_steps
 from ..observer import Observer
-from .metrics import Metric, Mode, better, format_metric, metric_name, metric_value
+from .metrics import Metric, Mode, metric_name, metric_value
 
 if TYPE_CHECKING:
     from ..distributed import ProcessGroup
@@ -123,9 +123,9 @@ class OnBest:
             return None
         for info in reversed(moment.earlier):  # newest first, because newer steps are usually harder to beat
             other = info.value(self.metric)
-            if other is not None and not better(value, other, self.mode):
+            if other is not None and not (value > other if self.mode == "max" else value < other):
                 return None
-        return f"best {metric_name(self.metric)} ({format_metric(value)})"
+        return f"best {metric_name(self.metric)} ({value:.6g})"
 
 
 @dataclass(frozen=True)

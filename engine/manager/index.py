@@ -269,5 +269,4 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return a suffix for error messages if other storage tiers have a step that cannot be read; otherwise, ""."""
         return "".join(place.elsewhere(step) for place in self._places)

@@ -67,10 +67,8 @@ class HeldStep:
     @classmethod
     def from_json(cls, document: Mapping[str, Any], source: str) -> HeldStep:
         record = document["record"]
-        return cls(
-            {path: (str(where), int(size)) for path, (where, size) in document["files"].items()},
-            None if record is None else CheckpointRecord.from_document(record, source=source),
-        )
+        record = None if record is None else CheckpointRecord.from_document(record, source=source)
+        return cls(document["files"], record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +261,14 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # fallback if the entry is not a readable step folder
+                files, record = {entry.name: (where, 0)}, before.record  # if the entry is not a readable step folder
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
-                except StorageError as error:
-                    _logger.warning("this local step is not used: %s", error)
-                record = (record_of(step_folder) if RECORD in files else None) or before.record
+                    if RECORD in files:
+                        record = read_record(step_folder)
+                except HoldfastError as error:  # another host may have a copy of the record
+                    _logger.warning("a local step or its commit record is passed over on this host: %s", error)
                 held[step_folder.name] = HeldStep({**before.files, **files}, record)
         return held
 
@@ -361,8 +360,7 @@ class LocalHosts:
         """Return the chosen step after all hosts have verified their files; if the step is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
-            holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
-            step = WholeStep(whole["folder"], record, holders)
+            step = WholeStep(whole["folder"], record, whole["holders"])
             for digested in (True, False):  # the index first, because it contains the checksums of the other files
                 mine = self._damaged(step, digested) if self.leads else []
                 answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
@@ -482,15 +480,6 @@ class LocalHosts:
             peer.close()
         if self._server is not None:
             self._server.close()
-
-
-def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return a local step's commit record, or None if it is unreadable; another host may have a copy."""
-    try:
-        return read_record(folder)
-    except HoldfastError as error:
-        _logger.warning("%s: the commit record of this local step is passed over: %s", folder, error)
-        return None
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:

@@ -54,14 +54,6 @@ def shown_metric(name: str) -> str:
     return "the metric that best_fn returns" if name == _NAMELESS else f"the metric {name}"
 
 
-def format_metric(value: float) -> str:
-    return f"{value:.6g}"
-
-
-def better(value: float, other: float, mode: Mode) -> bool:
-    return value > other if mode == "max" else value < other
-
-
 def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
     # Keys may contain slashes, so try all possible splits of the name, longest key first.
     if name in metrics:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from .metrics import Metric, Mode, format_metric, metric_name, metric_value
+from .metrics import Metric, Mode, metric_name, metric_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -119,7 +119,7 @@ class KeepBest:
         kept = {}
         for number, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
             rank = "best" if number == 1 else f"{_ordinal(number)} best"
-            kept[step] = f"{rank} {name} ({format_metric(value)})"
+            kept[step] = f"{rank} {name} ({value:.6g})"
         if missing := self.n - len(kept):
             others = (info.step for info in steps if info.value(self.metric) is None)
             reason = f"one of {self.n}, as too few have {name}"
