@@ -108,8 +108,7 @@ class StepIndex:
         entries = list_steps(self.location, self._series, content, late=self._late)
         names = frozenset(entry.name for entry in content)
         others = [] if entries else self._list_others(names)
-        known = {entry.location.name for entry in entries}
-        folders = step_folders(self.location, self._series, [entry for entry in content if entry.name not in known])
+        folders = step_folders(self.location, self._series, content)
         self._folders = {entry.step: entry.location for entry in (*folders, *entries, *others)}
         self._is_foreign = bool(others)
         if self._width is None and not self._options.read_only:

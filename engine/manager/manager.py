@@ -499,7 +499,6 @@ class CheckpointManager(ExplainsNames):
         if self.options.read_only:
             add_metrics(self.directory, step, metrics, step_prefix=self.options.step_prefix, clock=self._clock)
             return
-        self._run.check_writable()
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
@@ -525,7 +524,6 @@ class CheckpointManager(ExplainsNames):
         Raises:
             CheckpointNotFoundError: The step does not exist.
         """
-        self._run.check_writable()
         if self._local is not None:
             self._background.join()  # a save in progress would store an outdated history
             self._run.wait_for_places()
@@ -547,7 +545,6 @@ class CheckpointManager(ExplainsNames):
         Returns:
             The deleted steps in ascending order.
         """
-        self._run.check_writable()
         step = valid_step(step)
         self._background.join()
         self._run.wait_for_places()

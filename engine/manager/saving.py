@@ -232,8 +232,8 @@ class SaveQueue:
     # ---- changes to saved steps
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.note_metrics(step, metrics)
         self.run.acquire()
+        self.note_metrics(step, metrics)
         recorded = self.run.processes.decide(f"metrics of step {step}", self._add_metrics, step, metrics)
         if recorded is None:
             return
