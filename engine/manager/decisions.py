@@ -214,7 +214,7 @@ class StepPace:
         self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
-        """Record the end of a step. ``save`` is the number of the save in progress, or None."""
+        """Record the end of a step. ``save`` is the step of the save in progress, or None."""
         last = self._last
         if last is not None and step <= last[0]:
             return
@@ -252,7 +252,6 @@ class SaveDecisions:
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
-        self._saves = 0  # number of saves started
         # The step of the last save or restore, and the monotonic time of the last save. The tuple is replaced as a
         # whole, because the saving thread resets both values if a background save fails.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
@@ -272,7 +271,6 @@ class SaveDecisions:
         self._starts_at(step)
         self._before, self._last = self._last, (step, self._clock.monotonic())
         self.pace.save_begins()
-        self._saves += 1
         self._failed = None
         self._schedule.save_began(step)
 
@@ -288,7 +286,7 @@ class SaveDecisions:
         """Return whether a save is due, and why. The decision is the same on all processes."""
         self._starts_at(step)
         (previous, last), now = self._last, self._clock.monotonic()
-        self.pace.step(step, now, self._saves if self._failed is None else None)
+        self.pace.step(step, now, previous if self._failed is None else None)
         moment = Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
         if self._processes.alone:
             return decide(self._triggers, moment)

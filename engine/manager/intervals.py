@@ -186,7 +186,6 @@ class Experience:
         self.failures = 0
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
-        self._current: _Start | None = None
         self._lost: _Start | None = None  # the last failed attempt; None once a later attempt has resumed
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
@@ -300,13 +299,13 @@ class Experience:
         """Return the attempt that an event belongs to; the first event of a new attempt ends the previous one."""
         start = self._starts.get(run)
         if start is None:
-            before = self._current
+            before = next(reversed(self._starts.values()), None)
             if before is not None and not before.word:
                 # A running program may create another manager, for example in a notebook. This is not a failure.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
-            start = self._current = self._starts[run] = _Start(when, when, program=program)
+            start = self._starts[run] = _Start(when, when, program=program)
         start.began, start.last = min(start.began, when), max(start.last, when)
         return start
 

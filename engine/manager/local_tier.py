@@ -88,10 +88,6 @@ class LocalTier(StepPlace):
             self._read(self._hosts.newest)
 
     @property
-    def bytes_from_peers(self) -> int:
-        return sum(peer.bytes_read for peer in self._hosts.peers.values())
-
-    @property
     def unused(self) -> Mapping[int, str]:
         return self._hosts.unused
 
@@ -119,7 +115,8 @@ class LocalTier(StepPlace):
             self._continue_after(step, self._hosts.program.branches if is_local else ())
         else:
             self._restored = step, is_local
-        return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
+        received = sum(peer.bytes_read for peer in self._hosts.peers.values())
+        return {"local": True, "peer_bytes": received} if is_local else {}
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Note a step reported by the program; start a branch if the run went back or saves the step ``again``."""
