@@ -43,8 +43,6 @@ _SHOWN = "Orbax"  # the only other library whose steps are listed, because it na
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """A step in the directory, which may be damaged."""
-
     record: CheckpointRecord | None = None  # None if the record is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the step as seen by retention rules; None if it is damaged

@@ -116,9 +116,9 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
-def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
+def is_on_line(folder: str, branches: Sequence[LocalBranch]) -> bool:
     """Return whether the local step in a folder belongs to the history described by ``branches``."""
-    sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
+    sequence, step, attempt = sequence_of(folder), step_of(folder), folder.rpartition(".")[2]
     indices = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(indices) and all(step <= later.after for later in branches[indices[-1] + 1 :])
 
@@ -319,21 +319,21 @@ class LocalHosts:
             "left": [whole.step for whole in whole_steps(self._agreed_steps) if whole.step not in counting],
         }
 
-    def _counts(self, folder: str, step: int) -> bool:
+    def _counts(self, folder: str) -> bool:
         """Return whether a local step belongs to the run's history; called on process 0."""
         if self.program.branches:
-            return is_on_line(folder, step, self.program.branches)
-        return step > max(self._run.steps(), default=-1)  # a new directory has no recorded history
+            return is_on_line(folder, self.program.branches)
+        return step_of(folder) > max(self._run.steps(), default=-1)  # a new directory has no recorded history
 
     def _counting(self) -> list[WholeStep]:
-        return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
+        return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Choose ``step``, or the newest local step if it is newer than the directory's; also report unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
-            if isinstance(why, str) and why and self._counts(folder, step_of(folder)):
+            if isinstance(why, str) and why and self._counts(folder):
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)

@@ -411,7 +411,7 @@ def _pieces(file: Location, size: int) -> Iterator[memoryview]:
 
 
 def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:
-    return {folder: step for folder, step in kept.items() if is_on_line(folder, step, history.branches)}
+    return {folder: step for folder, step in kept.items() if is_on_line(folder, history.branches)}
 
 
 def _remove(folder: Location) -> None:

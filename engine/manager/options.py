@@ -303,7 +303,6 @@ class ProgramPolicies(CheckpointOptions):
 
 
 def listed_policies(policies: Any) -> tuple[Any, ...]:
-    """Return the policies of ``save=`` or ``keep=`` as a tuple."""
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)

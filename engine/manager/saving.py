@@ -83,7 +83,6 @@ class SaveQueue:
         return self.run.processes.decide(label, lambda: [item for item in intervals if not self.item_due(item, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
-        """Return the items of a step that are due, ready to be saved."""
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
