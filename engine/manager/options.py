@@ -27,7 +27,6 @@ from .retention import (
     KeepBest,
     KeepItem,
     KeepLatest,
-    KeepPinned,
     KeepPolicy,
     KeepSteps,
     KeepWithoutMetrics,
@@ -432,7 +431,6 @@ def retention_rules(options: CheckpointManagerOptions) -> tuple[KeepPolicy, ...]
         rules.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
         rules.append(KeepSteps(frozenset(options.keep_steps)))
-    rules.append(KeepPinned())
     if not is_limited:
         rules.append(KeepAll())
     rules.extend(map(KeepItem, options.item_intervals))

@@ -139,12 +139,6 @@ class KeepItem:
 
 
 @dataclass(frozen=True)
-class KeepPinned:
-    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        return {info.step: "pinned" for info in steps if info.pinned}
-
-
-@dataclass(frozen=True)
 class KeepWithoutMetrics:
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "no metrics" for info in steps if not info.metrics}
@@ -162,12 +156,13 @@ class KeepSteps:
 
 
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
-    """Return the steps to keep in ascending order, each with all the reasons to keep it."""
+    """Return the steps to keep in ascending order, each with all the reasons: a rule, or it is the newest or pinned."""
     if not steps:
         return {}
-    by_step = {max(info.step for info in steps): [NEWEST]}
-    for rule in rules:
-        for step, reason in rule.kept(steps).items():
+    newest, pinned = max(info.step for info in steps), {info.step: "pinned" for info in steps if info.pinned}
+    by_step: dict[int, list[str]] = {}
+    for kept in ({newest: NEWEST}, *(rule.kept(steps) for rule in rules), pinned):
+        for step, reason in kept.items():
             by_step.setdefault(step, []).append(reason)
     return {step: tuple(dict.fromkeys(by_step[step])) for step in sorted(by_step)}
 

@@ -17,7 +17,6 @@ from holdfast.engine.manager.metrics import Mode
 from holdfast.engine.manager.retention import (
     KeepBest,
     KeepLatest,
-    KeepPinned,
     KeepSteps,
     KeepWithoutMetrics,
 )
@@ -61,7 +60,6 @@ def timed(times: Mapping[int, float]) -> list[StepInfo]:
         pytest.param(Every(steps=100), infos(330, 30, 201, 99, 299, 301), [201, 301], id="period-first-past-each"),
         pytest.param(Every(steps=10), infos(7, 14, 21, 28, 35, 42, 49, 56), [14, 21, 35, 42, 56], id="period-of-7"),
         pytest.param(Every(steps=5), infos(12, 24, 36), [12, 24, 36], id="period-shorter-than-the-interval"),
-        pytest.param(KeepPinned(), [StepInfo(step=1, time=0.0, pinned=True), *infos(2)], [1], id="pinned"),
         pytest.param(KeepSteps([7, 8, 2]), infos(1, 2, 7), [2, 7], id="chosen"),
         pytest.param(KeepSteps(range(0, 100, 3)), infos(1, 2, 99), [99], id="chosen-range"),
         pytest.param(KeepSteps(()), infos(1), [], id="chosen-none"),
@@ -156,7 +154,7 @@ def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, 
         StepInfo(step=step, time=time, metrics=None if value is None else {"acc": value}, pinned=pinned)
         for step, (time, value, pinned) in enumerate(data)
     ]
-    rules: list[KeepPolicy] = [KeepBest(n, "acc", mode), KeepLatest(n), Every(steps=4), Every(secs=10), KeepPinned()]
+    rules: list[KeepPolicy] = [KeepBest(n, "acc", mode), KeepLatest(n), Every(steps=4), Every(secs=10)]
     kept = reasons(steps, rules)
     survivors = [info for info in steps if info.step in kept]
     assert max(kept) == steps[-1].step
@@ -180,7 +178,6 @@ def test_reasons_are_a_union_that_people_can_read() -> None:
         KeepLatest(2),
         Every(steps=300),
         Every(secs=5000),
-        KeepPinned(),
         KeepWithoutMetrics(),
         KeepSteps([500]),
     )
@@ -253,7 +250,6 @@ def test_a_function_ranks_each_step_once() -> None:
 def test_rules_and_steps_are_values() -> None:
     assert retention_rules(hf.CheckpointManagerOptions(keep_steps=[2, 1, 1])) == (
         KeepSteps({1, 2}),
-        KeepPinned(),
         KeepAll(),
     )
     assert len({KeepLatest(3), KeepLatest(3), KeepSteps(frozenset([1])), KeepSteps(frozenset({1}))}) == 2
