@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from ..clock import Clock
 from ..errors import shortened_steps
 from ..observer import Observer
-from .metrics import Metric, Mode, metric_name, metric_value
+from .metrics import BestMode, Metric, metric_name, metric_value
 
 if TYPE_CHECKING:
     from ..distributed import ProcessGroup
@@ -113,7 +113,7 @@ class OnBest:
     """Saves when a metric is better than in every earlier checkpoint, but never at a step without the metric."""
 
     metric: Metric
-    mode: Mode = "max"
+    mode: BestMode = "max"
     interval_secs: ClassVar[None] = None
     reads_metrics: ClassVar[bool] = True
 

@@ -20,7 +20,7 @@ _logger = logging.getLogger("holdfast")
 # The name of a metric, with ``/`` between the keys of nested mappings, or a function of all metrics of a step.
 Metric = str | Callable[[Any], Any]
 
-Mode = Literal["max", "min"]  # whether larger or smaller values are better
+BestMode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
 _NAMELESS = "metric"  # name for the result of a lambda

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
@@ -21,7 +21,7 @@ from ..foreign_arguments import explains_arguments, instead_of
 from ..storage import Location, Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
 from .intervals import Every, LearnedInterval, save_interval
-from .metrics import metric_name
+from .metrics import BestMode, metric_name
 from .retention import (
     KeepAll,
     KeepBest,
@@ -36,7 +36,6 @@ _SAVE_PERIODS = ("save_interval_steps", "save_interval_secs")
 KEEP_PERIODS = ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
 
 BestFn = str | Callable[[Any], float]
-BestMode = Literal["max", "min"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from .metrics import Metric, Mode, metric_name, metric_value
+from .metrics import BestMode, Metric, metric_name, metric_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -112,7 +112,7 @@ class KeepBest:
 
     n: int
     metric: Metric
-    mode: Mode = "max"
+    mode: BestMode = "max"
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         name = metric_name(self.metric)
@@ -172,13 +172,13 @@ def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) 
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
-def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
+def best(steps: Sequence[StepInfo], metric: Metric, mode: BestMode = "max") -> int | None:
     """Return the step with the best value of a metric, or the newest of several equally good steps."""
     ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 
 
-def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
+def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: BestMode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
     # Newest first, because newer steps are usually better, and nlargest is faster if the best values come first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.clock import format_duration
-from holdfast.engine.manager import KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
+from holdfast.engine.manager import BestMode, KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
 from holdfast.engine.manager.intervals import Every
-from holdfast.engine.manager.metrics import Mode
 from holdfast.engine.manager.retention import (
     KeepBest,
     KeepLatest,
@@ -89,7 +88,7 @@ def test_each_rule_keeps(rule: KeepPolicy, steps: list[StepInfo], expected: list
         pytest.param("max", {}, [], id="no-steps"),
     ],
 )
-def test_best_orders_by_value_then_newness(mode: Mode, values: dict[int, Any], order: list[int]) -> None:
+def test_best_orders_by_value_then_newness(mode: BestMode, values: dict[int, Any], order: list[int]) -> None:
     steps = scored(values)
     assert best(steps, "acc", mode) == (order[0] if order else None)
     assert best(steps[::-1], lambda metrics: metrics["acc"], mode) == (order[0] if order else None)
@@ -149,7 +148,7 @@ def test_time_interval_keeps_what_it_kept(times: list[float], extra: set[int], s
     n=st.integers(1, 4),
     mode=st.sampled_from(["max", "min"]),
 )
-def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, bool]], n: int, mode: Mode) -> None:
+def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, bool]], n: int, mode: BestMode) -> None:
     steps = [
         StepInfo(step=step, time=time, metrics=None if value is None else {"acc": value}, pinned=pinned)
         for step, (time, value, pinned) in enumerate(data)
