@@ -109,12 +109,11 @@ class SavePolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class OnBest:
+class OnBest(SavePolicy):
     """Saves when a metric is better than in every earlier checkpoint, but never at a step without the metric."""
 
     metric: Metric
     mode: BestMode = "max"
-    interval_secs: ClassVar[None] = None
     reads_metrics: ClassVar[bool] = True
 
     def reason(self, moment: Moment) -> str | None:
