@@ -235,7 +235,7 @@ class StepRestorer:
     def _fetch_missing(self, step: int) -> None:
         """Fetch a step that the directory lacks, if another tier may have it; all processes must call this method."""
         here = step in self.run.steps
-        # Only process 0 lists the mirror. A local step is known to all, so that one process may restore others alone.
+        # Only process 0 lists the mirror. All processes know the local steps, so other steps need no joint look-up.
         if any(place.writes_directory or (step in place.steps() and not here) for place in self.run.places):
             self.run.fetch_missing(step)
 
