@@ -34,15 +34,14 @@ from .manager import restores_of as restores_of
 from .manager import settle_mirror as settle_mirror
 from .manager import step_location as step_location
 from .manager import whole_step as whole_step
+from .metrics import BestMode as BestMode
 from .metrics import Metric as Metric
-from .metrics import better as better
 from .metrics import metric_name as metric_name
 from .metrics import metric_value as metric_value
 from .metrics import number_of as number_of
 from .metrics import plain_metrics as plain_metrics
 from .mirror import MirrorStatus as MirrorStatus
 from .options import BestFn as BestFn
-from .options import BestMode as BestMode
 from .options import CheckpointManagerOptions as CheckpointManagerOptions
 from .options import CheckpointOptions as CheckpointOptions
 from .options import Local as Local

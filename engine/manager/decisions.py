@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from ..clock import Clock
 from ..errors import shortened_steps
 from ..observer import Observer
-from .metrics import Metric, Mode, better, format_metric, metric_name, metric_value
+from .metrics import BestMode, Metric, metric_name, metric_value
 
 if TYPE_CHECKING:
     from ..distributed import ProcessGroup
@@ -109,12 +109,11 @@ class SavePolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class OnBest:
+class OnBest(SavePolicy):
     """Saves when a metric is better than in every earlier checkpoint, but never at a step without the metric."""
 
     metric: Metric
-    mode: Mode = "max"
-    interval_secs: ClassVar[None] = None
+    mode: BestMode = "max"
     reads_metrics: ClassVar[bool] = True
 
     def reason(self, moment: Moment) -> str | None:
@@ -123,9 +122,9 @@ class OnBest:
             return None
         for info in reversed(moment.earlier):  # newest first, because newer steps are usually harder to beat
             other = info.value(self.metric)
-            if other is not None and not better(value, other, self.mode):
+            if other is not None and not (value > other if self.mode == "max" else value < other):
                 return None
-        return f"best {metric_name(self.metric)} ({format_metric(value)})"
+        return f"best {metric_name(self.metric)} ({value:.6g})"
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ class StepPace:
         self._during: list[float] = []  # durations, in seconds, of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
-        """Record the end of a step. ``save`` is the number of the save in progress, or None."""
+        """Record the end of a step. ``save`` is the step of the save in progress, or None."""
         last = self._last
         if last is not None and step <= last[0]:
             return
@@ -252,7 +251,6 @@ class SaveDecisions:
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
-        self._saves = 0  # number of saves started
         # The step of the last save or restore, and the monotonic time of the last save. The tuple is replaced as a
         # whole, because the saving thread resets both values if a background save fails.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
@@ -272,7 +270,6 @@ class SaveDecisions:
         self._starts_at(step)
         self._before, self._last = self._last, (step, self._clock.monotonic())
         self.pace.save_begins()
-        self._saves += 1
         self._failed = None
         self._schedule.save_began(step)
 
@@ -288,7 +285,7 @@ class SaveDecisions:
         """Return whether a save is due, and why. The decision is the same on all processes."""
         self._starts_at(step)
         (previous, last), now = self._last, self._clock.monotonic()
-        self.pace.step(step, now, self._saves if self._failed is None else None)
+        self.pace.step(step, now, previous if self._failed is None else None)
         moment = Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
         if self._processes.alone:
             return decide(self._triggers, moment)

@@ -75,7 +75,7 @@ from .ownership import (
     stored_identity,
 )
 from .places import StepPlace
-from .retention import KeepAll, KeepBest, kept_steps, reasons
+from .retention import KeepAll, StepInfo, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -454,10 +454,11 @@ class RunDirectory(StepIndex):
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
         records = {step: self.known_record(step) for step in self.steps()}  # read first, to detect later changes
-        kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
+        infos = self.infos()
+        kept = {*reasons(infos, self._rules), *(step for step, _ in self._protected())}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:
-            self._warn_without_best()
+            self._warn_without_best(infos)
         for step, record in given_up.items():
             try:
                 with self._changing:
@@ -467,17 +468,16 @@ class RunDirectory(StepIndex):
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
 
-    def _warn_without_best(self) -> None:
+    def _warn_without_best(self, infos: Sequence[StepInfo]) -> None:
         """Warn once if no step has the metric of ``best_fn``, probably because its name is misspelled."""
-        rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
-        infos = self.infos()
-        if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):
+        metric = self._options.best_fn
+        if metric is None or self._warned or not infos or any(info.value(metric) is not None for info in infos):
             return
         self._warned = True
         _logger.warning(
             "%s: no checkpoint has %s, by which best_fn finds the best (the newest has %s); the newest "
             "are kept in place of the best",
             self.location,
-            shown_metric(metric_name(rule.metric)),
+            shown_metric(metric_name(metric)),
             ", ".join(infos[-1].metrics or ()) or "no metrics",
         )

@@ -144,12 +144,10 @@ def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable
         nonlocal was_slow
         if event["event"] != "saved":
             return
-        took = event.get("total_seconds")
-        if not isinstance(took, int | float) or took <= limit:
-            was_slow = False
-        elif not was_slow:
-            was_slow = True
+        took = number_in_event(event.get("total_seconds")) or 0.0
+        if took > limit and not was_slow:
             report(event.get("step"), took)
+        was_slow = took > limit
 
     return listen
 

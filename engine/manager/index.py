@@ -43,8 +43,6 @@ _SHOWN = "Orbax"  # the only other library whose steps are listed, because it na
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """A step in the directory, which may be damaged."""
-
     record: CheckpointRecord | None = None  # None if the record is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the step as seen by retention rules; None if it is damaged
@@ -108,8 +106,7 @@ class StepIndex:
         entries = list_steps(self.location, self._series, content, late=self._late)
         names = frozenset(entry.name for entry in content)
         others = [] if entries else self._list_others(names)
-        known = {entry.location.name for entry in entries}
-        folders = step_folders(self.location, self._series, [entry for entry in content if entry.name not in known])
+        folders = step_folders(self.location, self._series, content)
         self._folders = {entry.step: entry.location for entry in (*folders, *entries, *others)}
         self._is_foreign = bool(others)
         if self._width is None and not self._options.read_only:
@@ -186,10 +183,6 @@ class StepIndex:
         """Return whether this directory has the checkpoint that a record describes, or a copy of it."""
         here = None if record.step is None else self.known_record(record.step)
         return here is not None and here.fingerprint == record.fingerprint
-
-    def has_item(self, item: str, step: int) -> bool:
-        record = self.known_record(step)
-        return record is not None and item in record.items
 
     def steps(self) -> list[int]:
         """Return the committed steps with an intact commit record, in ascending order."""
@@ -273,5 +266,4 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return a suffix for error messages if other storage tiers have a step that cannot be read; otherwise, ""."""
         return "".join(place.elsewhere(step) for place in self._places)

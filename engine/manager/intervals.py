@@ -124,28 +124,29 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 # ---- the optimal interval
 
 
-def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
+def save_interval(given: Duration) -> float | tuple[float, float]:
     """Return the interval between saves in seconds, or the bounds (least, greatest) of a learned interval."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
-            return seconds(given, name=name)
+            return seconds(given, name="save_interval_secs")
         except OptionError as error:
             raise OptionError(f"{error}; or 'auto', or 'auto 1m to 1h' with bounds of your own") from None
     match = _AUTO.fullmatch(given)
     if match is None:
         raise OptionError(
-            f"{name}={given!r} must be 'auto', or have the least and the greatest interval, as in 'auto 1m to 1h'"
+            f"save_interval_secs={given!r} must be 'auto', or have the least and the greatest interval, as in "
+            "'auto 1m to 1h'"
         )
     if match["least"] is None:
         return _BOUNDS
     try:
         least, greatest = seconds(match["least"], name="the least"), seconds(match["greatest"], name="the greatest")
     except OptionError as error:
-        raise OptionError(f"{name}={given!r}: {error}") from None
+        raise OptionError(f"save_interval_secs={given!r}: {error}") from None
     if least > greatest:
         raise OptionError(
-            f"{name}={given!r}: the least interval comes first, and {format_duration(least)} is longer than "
-            f"{format_duration(greatest)}"
+            f"save_interval_secs={given!r}: the least interval comes first, and {format_duration(least)} is longer "
+            f"than {format_duration(greatest)}"
         )
     return least, greatest
 
@@ -185,7 +186,6 @@ class Experience:
         self.failures = 0
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
-        self._current: _Start | None = None
         self._lost: _Start | None = None  # the last failed attempt; None once a later attempt has resumed
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
@@ -299,13 +299,13 @@ class Experience:
         """Return the attempt that an event belongs to; the first event of a new attempt ends the previous one."""
         start = self._starts.get(run)
         if start is None:
-            before = self._current
+            before = next(reversed(self._starts.values()), None)
             if before is not None and not before.word:
                 # A running program may create another manager, for example in a notebook. This is not a failure.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
-            start = self._current = self._starts[run] = _Start(when, when, program=program)
+            start = self._starts[run] = _Start(when, when, program=program)
         start.began, start.last = min(start.began, when), max(start.last, when)
         return start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,15 +20,6 @@ from ..handlers import (
 from .directory import RunDirectory, check_json
 from .metrics import plain_metrics
 from .retention import newest_with
-
-
-class ItemToRestore(NamedTuple):
-    """An item to restore: its name in the checkpoint, its handler, its template, and arguments for the handler."""
-
-    saved: str
-    handler: CheckpointHandler
-    template: Any
-    kwargs: Mapping[str, Any]
 
 
 class ItemSet:
@@ -113,7 +103,8 @@ class ItemSet:
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
-            written.begin(step, [n for n in near if n is not None], functools.partial(run.has_item, name))
+            having = {info.step for info in infos if name in info.items}
+            written.begin(step, [n for n in near if n is not None], having.__contains__)
 
     @contextlib.contextmanager
     def steps_deleted(self) -> Iterator[None]:
@@ -128,16 +119,15 @@ class ItemSet:
         for written in self._written.values():
             written.forget()
 
-    def to_restore(
-        self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
-    ) -> dict[str, ItemToRestore]:
+    def restore(self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None) -> Any:
+        """Restore the requested items of a checkpoint; return a single item itself, and several in a dictionary."""
         templates, arguments = self._by_name(items, kwargs, "restore_kwargs")
         if templates is not None and not isinstance(templates, Mapping):
             raise OptionError(
                 f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
                 f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
             )
-        wanted = {}
+        values = {}
         for name, saved in self._names(stored, templates).items():
             handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
             given = arguments.get(name, {})
@@ -145,11 +135,7 @@ class ItemSet:
                 given = {"torch_tensors": True, **given}  # `load_state_dict` does not accept numpy arrays
             if shared is not None and handler.shares_reads:
                 given = {**given, "shared": shared}
-            wanted[name] = ItemToRestore(saved, handler, template, given)
-        return wanted
-
-    def as_given(self, values: Mapping[str, Any]) -> Any:
-        """Return the dictionary of values, or the value itself if the manager saves a single item."""
+            values[name] = stored.restore(saved, handler, template, given)
         return values if self._several else values.get(ITEM)
 
     def structure(self, stored: StoredItems) -> Any:
@@ -159,7 +145,7 @@ class ItemSet:
             for name, saved in self._names(stored, None).items()
             if has_structure(self._checkpointers[name].handler)
         }
-        return self.as_given(structures)
+        return structures if self._several else structures.get(ITEM)
 
     def _by_name(self, items: Any, kwargs: Mapping[str, Any], option: str) -> tuple[Any, Mapping[str, Any]]:
         if not self._several:

@@ -23,9 +23,9 @@ from ..arrays import FileCheck
 from ..checkpoint import file_checks
 from ..clock import format_size
 from ..distributed import ProcessGroup, Rendezvous, machine_identity, primary_host
-from ..errors import HoldfastError, ObjectNotFoundError, OptionError, StorageError, itemized, shortened
+from ..errors import HoldfastError, OptionError, StorageError, itemized, shortened
 from ..format import PARTIAL, RECORD, CheckpointRecord, FileRecord
-from ..steps import RECORD_LIMIT
+from ..steps import read_record
 from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFiles, as_location, parallel_map
 from .directory import RunDirectory
 from .events import described
@@ -67,10 +67,8 @@ class HeldStep:
     @classmethod
     def from_json(cls, document: Mapping[str, Any], source: str) -> HeldStep:
         record = document["record"]
-        return cls(
-            {path: (str(where), int(size)) for path, (where, size) in document["files"].items()},
-            None if record is None else CheckpointRecord.from_document(record, source=source),
-        )
+        record = None if record is None else CheckpointRecord.from_document(record, source=source)
+        return cls(document["files"], record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +116,9 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
-def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
+def is_on_line(folder: str, branches: Sequence[LocalBranch]) -> bool:
     """Return whether the local step in a folder belongs to the history described by ``branches``."""
-    sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
+    sequence, step, attempt = sequence_of(folder), step_of(folder), folder.rpartition(".")[2]
     indices = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(indices) and all(step <= later.after for later in branches[indices[-1] + 1 :])
 
@@ -263,13 +261,14 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # fallback if the entry is not a readable step folder
+                files, record = {entry.name: (where, 0)}, before.record  # if the entry is not a readable step folder
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
-                except StorageError as error:
-                    _logger.warning("this local step is not used: %s", error)
-                record = (record_of(step_folder) if RECORD in files else None) or before.record
+                    if RECORD in files:
+                        record = read_record(step_folder)
+                except HoldfastError as error:  # another host may have a copy of the record
+                    _logger.warning("a local step or its commit record is passed over on this host: %s", error)
                 held[step_folder.name] = HeldStep({**before.files, **files}, record)
         return held
 
@@ -320,21 +319,21 @@ class LocalHosts:
             "left": [whole.step for whole in whole_steps(self._agreed_steps) if whole.step not in counting],
         }
 
-    def _counts(self, folder: str, step: int) -> bool:
+    def _counts(self, folder: str) -> bool:
         """Return whether a local step belongs to the run's history; called on process 0."""
         if self.program.branches:
-            return is_on_line(folder, step, self.program.branches)
-        return step > max(self._run.steps(), default=-1)  # a new directory has no recorded history
+            return is_on_line(folder, self.program.branches)
+        return step_of(folder) > max(self._run.steps(), default=-1)  # a new directory has no recorded history
 
     def _counting(self) -> list[WholeStep]:
-        return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
+        return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Choose ``step``, or the newest local step if it is newer than the directory's; also report unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
-            if isinstance(why, str) and why and self._counts(folder, step_of(folder)):
+            if isinstance(why, str) and why and self._counts(folder):
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)
@@ -361,8 +360,7 @@ class LocalHosts:
         """Return the chosen step after all hosts have verified their files; if the step is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
-            holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
-            step = WholeStep(whole["folder"], record, holders)
+            step = WholeStep(whole["folder"], record, whole["holders"])
             for digested in (True, False):  # the index first, because it contains the checksums of the other files
                 mine = self._damaged(step, digested) if self.leads else []
                 answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
@@ -482,17 +480,6 @@ class LocalHosts:
             peer.close()
         if self._server is not None:
             self._server.close()
-
-
-def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return a local step's commit record, or None if it is missing or unreadable; another host may have a copy."""
-    try:
-        return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
-    except ObjectNotFoundError:
-        return None
-    except HoldfastError as error:
-        _logger.warning("%s: the commit record of this local step is passed over: %s", folder, error)
-        return None
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:

@@ -88,18 +88,11 @@ class LocalTier(StepPlace):
             self._read(self._hosts.newest)
 
     @property
-    def bytes_from_peers(self) -> int:
-        return sum(peer.bytes_read for peer in self._hosts.peers.values())
-
-    @property
     def unused(self) -> Mapping[int, str]:
         return self._hosts.unused
 
     def steps(self) -> Collection[int]:
         return self._hosts.further
-
-    def may_have(self, step: int) -> bool:
-        return step in self._hosts.further and step not in self._steps
 
     def fetch(self, step: int, overwrite: bool) -> bool:
         whole = self._hosts.take(step) if step in self._hosts.further else None
@@ -122,7 +115,8 @@ class LocalTier(StepPlace):
             self._continue_after(step, self._hosts.program.branches if is_local else ())
         else:
             self._restored = step, is_local
-        return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
+        received = sum(peer.bytes_read for peer in self._hosts.peers.values())
+        return {"local": True, "peer_bytes": received} if is_local else {}
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Note a step reported by the program; start a branch if the run went back or saves the step ``again``."""
@@ -417,7 +411,7 @@ def _pieces(file: Location, size: int) -> Iterator[memoryview]:
 
 
 def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:
-    return {folder: step for folder, step in kept.items() if is_on_line(folder, step, history.branches)}
+    return {folder: step for folder, step in kept.items() if is_on_line(folder, history.branches)}
 
 
 def _remove(folder: Location) -> None:

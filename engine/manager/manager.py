@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -162,7 +161,7 @@ class CheckpointManager(ExplainsNames):
         Returns:
             True if the mirror has the newest step, or if there is no mirror.
         """
-        return self._mirror is None or not self.processes.is_primary or self._mirror.finish(timeout_secs)
+        return self._mirror is None or self._mirror.finish(timeout_secs)
 
     # ---- reading the directory
 
@@ -311,8 +310,7 @@ class CheckpointManager(ExplainsNames):
             if restored is None:
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
-        step = valid_step(step)
-        return self._restorer.restore_step(step, items, restore_kwargs or {})
+        return self._restorer.restore_step(valid_step(step), items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Restore the newest intact step.
@@ -333,9 +331,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        began = time.perf_counter()
-        whole = self._restorer.newest_whole(items, restore_kwargs or {})
-        return None if whole is None else self._restorer.resume(whole, began)
+        return self._restorer.resume(items, restore_kwargs or {})
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Preview the step that a restore would read, for programs whose setup depends on the step they resume from.
@@ -503,7 +499,6 @@ class CheckpointManager(ExplainsNames):
         if self.options.read_only:
             add_metrics(self.directory, step, metrics, step_prefix=self.options.step_prefix, clock=self._clock)
             return
-        self._run.check_writable()
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
@@ -529,7 +524,6 @@ class CheckpointManager(ExplainsNames):
         Raises:
             CheckpointNotFoundError: The step does not exist.
         """
-        self._run.check_writable()
         if self._local is not None:
             self._background.join()  # a save in progress would store an outdated history
             self._run.wait_for_places()
@@ -551,7 +545,6 @@ class CheckpointManager(ExplainsNames):
         Returns:
             The deleted steps in ascending order.
         """
-        self._run.check_writable()
         step = valid_step(step)
         self._background.join()
         self._run.wait_for_places()
@@ -563,7 +556,7 @@ class CheckpointManager(ExplainsNames):
         """Delete steps from the directory; ``everywhere`` also notifies the other storage tiers of the deletion."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
-        self._saves.deleted()
+        self._saves.decisions.deleted(max(self._steps.steps(), default=0))
         if everywhere:
             self._run.notify("deleted", step)
         return deleted

@@ -20,7 +20,7 @@ _logger = logging.getLogger("holdfast")
 # The name of a metric, with ``/`` between the keys of nested mappings, or a function of all metrics of a step.
 Metric = str | Callable[[Any], Any]
 
-Mode = Literal["max", "min"]  # whether larger or smaller values are better
+BestMode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
 _NAMELESS = "metric"  # name for the result of a lambda
@@ -52,14 +52,6 @@ def metric_name(metric: Metric) -> str:
 
 def shown_metric(name: str) -> str:
     return "the metric that best_fn returns" if name == _NAMELESS else f"the metric {name}"
-
-
-def format_metric(value: float) -> str:
-    return f"{value:.6g}"
-
-
-def better(value: float, other: float, mode: Mode) -> bool:
-    return value > other if mode == "max" else value < other
 
 
 def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
@@ -179,39 +171,40 @@ class MetricWatch:
     """Warns once if steps lack the metric that ranks checkpoints, probably because its name is misspelled."""
 
     def __init__(self, metric: Metric, where: str) -> None:
-        self._metric = metric
+        self.metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # whether the metric has been reported, or the warning logged
 
-    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Check a step's metrics without device transfers; ``saved`` yields the ranking metric of each saved step."""
+    def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> bool:
+        """Check a step's metrics without device transfers; return whether the watch ends, perhaps with the warning."""
+        # ``saved`` yields the ranking metric of each saved step.
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
-            return
-        missing, value = _missing(metrics or {}, self._metric)
+            return False
+        missing, value = _missing(metrics or {}, self.metric)
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
-            self.ended = True
+            return True
         # An evaluation metric, such as val_loss, may be missing for many steps, because loops evaluate rarely.
-        elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
-            self.ended = True
-            import difflib  # imported lazily because only the warning needs it
+        if self._steps < _PATIENCE and _OF_EVALUATION.match(missing) and not any(map(_OF_EVALUATION.match, names)):
+            return False
+        import difflib  # imported lazily because only the warning needs it
 
-            near = difflib.get_close_matches(missing, names, n=1)
-            about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
-            if value is _ABSENT:
-                problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
-            else:
-                computed = missing == _NAMELESS and callable(self._metric)
-                given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
-                problem = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
-                about = about if computed and value is None else ""
-            text = (
-                "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
-                "it. All is well if it comes later, such as from an evaluation"
-            )
-            _logger.warning(text, self._where, step, problem, about)
+        near = difflib.get_close_matches(missing, names, n=1)
+        about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
+        if value is _ABSENT:
+            problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
+        else:
+            computed = missing == _NAMELESS and callable(self.metric)
+            given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
+            problem = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
+            about = about if computed and value is None else ""
+        text = (
+            "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save it. "
+            "All is well if it comes later, such as from an evaluation"
+        )
+        _logger.warning(text, self._where, step, problem, about)
+        return True
 
 
 def _kind(value: Any) -> str:
@@ -231,11 +224,9 @@ def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, An
     except Exception:  # raised again by the save that ranks this step
         return None, None
     # Check types and shapes only, to avoid transferring values from a device.
-    texts = (str, bytes, bytearray, Mapping, list, tuple)
-    is_none = (
-        value is _ABSENT or value is None or isinstance(value, texts) or math.prod(getattr(value, "shape", ())) != 1
-    )
-    return name if is_none else None, value
+    others = (type(None), str, bytes, bytearray, Mapping, list, tuple)
+    is_number = value is not _ABSENT and not isinstance(value, others) and math.prod(getattr(value, "shape", ())) == 1
+    return None if is_number else name, value
 
 
 def _names(metrics: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -181,9 +181,6 @@ class RunMirror(StepPlace):
             self._warn(error, "its steps are not considered")
             return []
 
-    def may_have(self, step: int) -> bool:
-        return True
-
     def fetch(self, step: int, overwrite: bool) -> bool:
         self._acquire_run(self)
         fetched = self._processes.decide(f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH)
@@ -289,11 +286,12 @@ class RunMirror(StepPlace):
         )
 
     def close(self, *, finished: bool) -> None:
-        if self._processes.is_primary:
-            self.finish(None)
+        self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, even if not due, within ``timeout`` seconds (None for ``wait_secs``), and then stop."""
+        if not self._processes.is_primary:
+            return True
         limit = self._limit if timeout is None else timeout
         if self._phase is _Phase.FINISHED:  # witness records may have been added since mirroring ended
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)

@@ -7,14 +7,13 @@ they match. The ``metadata`` of a field contains its smallest and largest allowe
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
@@ -22,24 +21,21 @@ from ..foreign_arguments import explains_arguments, instead_of
 from ..storage import Location, Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
 from .intervals import Every, LearnedInterval, save_interval
-from .metrics import metric_name
+from .metrics import BestMode, metric_name
 from .retention import (
     KeepAll,
     KeepBest,
     KeepItem,
     KeepLatest,
-    KeepPinned,
     KeepPolicy,
     KeepSteps,
     KeepWithoutMetrics,
 )
 
-_ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
 _SAVE_PERIODS = ("save_interval_steps", "save_interval_secs")
 KEEP_PERIODS = ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
 
 BestFn = str | Callable[[Any], float]
-BestMode = Literal["max", "min"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,15 +70,8 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
         def described(entry: re.Match[str]) -> str:
             indent, names = entry[1], re.findall(r"\w+", entry[2])
-            wrap = functools.partial(
-                textwrap.fill,
-                width=120,
-                initial_indent=indent,
-                subsequent_indent=f"{indent}    ",
-                break_on_hyphens=False,
-                break_long_words=False,
-            )
-            return "\n".join(wrap(f"{name}: {texts[name]}") for name in names)
+            wrapper = textwrap.TextWrapper(120, indent, f"{indent}    ", break_long_words=False, break_on_hyphens=False)
+            return "\n".join(wrapper.fill(f"{name}: {texts[name]}") for name in names)
 
         if taker.__doc__ is not None:
             taker.__doc__ = re.sub(r"^( +)([a-z]\w*(?:,\s+[a-z]\w*)*):$", described, taker.__doc__, flags=re.MULTILINE)
@@ -101,8 +90,8 @@ def shown_call(taker: object, directory: object, options: Any) -> str:
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
     """Raise UnknownArgumentError for an unknown option; suggest the equivalent if another library has this option."""
     for name in unknown:
-        only = name in CheckpointManagerOptions.__dataclass_fields__
-        hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
+        is_of_managers = name in CheckpointManagerOptions.__dataclass_fields__
+        hint = ": only CheckpointManagerOptions takes it" if is_of_managers else instead_of(name, accepted)
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -194,9 +183,6 @@ class Local:
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
             )
         _check_limits(self)
-        for name in ("every", "copies"):
-            if getattr(self, name) is None:
-                raise OptionError(f"{name}=None must be a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,19 +253,13 @@ class CheckpointOptions:
         if not isinstance(self.reuse_unchanged, bool):
             raise OptionError(f"reuse_unchanged={self.reuse_unchanged!r} must be True or False")
         save_triggers(self)
-        retention_rules(self)
+        if self.keep_time_interval is not None:
+            seconds(self.keep_time_interval, name="keep_time_interval")
 
     @property
     def ranking_mode(self) -> BestMode:
         """Whether the largest or the smallest metric is best: ``best_mode``, or "max" if ``best_mode`` is None."""
         return self.best_mode or "max"
-
-    def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        """Return additional retention rules for the options of a subclass."""
-        return ()
-
-    def _time_rule(self, secs: float) -> KeepPolicy:
-        return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
         """Return the custom policies for when to save and what to keep."""
@@ -321,7 +301,6 @@ class ProgramPolicies(CheckpointOptions):
 
 
 def listed_policies(policies: Any) -> tuple[Any, ...]:
-    """Return the policies of ``save=`` or ``keep=`` as a tuple."""
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)
@@ -406,9 +385,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         seconds(self.barrier_timeout_secs, name="barrier_timeout_secs")
         super().__post_init__()
 
-    def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        items = tuple(map(KeepItem, self.item_intervals))
-        return (*items, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else items
+    def _time_rule(self, secs: float) -> KeepPolicy:
+        return Every(secs=secs)
 
 
 def mirror_of(options: CheckpointOptions) -> Mirror | None:
@@ -436,7 +414,7 @@ def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
     return tuple(triggers)
 
 
-def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
+def retention_rules(options: CheckpointManagerOptions) -> tuple[KeepPolicy, ...]:
     """Return the retention rules, which keep all steps unless ``max_to_keep``, ``keep_latest`` or a policy is given."""
     rules: list[KeepPolicy] = [*options.policies()[1]]
     is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
@@ -452,10 +430,12 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
         rules.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
         rules.append(KeepSteps(frozenset(options.keep_steps)))
-    rules.append(KeepPinned())
     if not is_limited:
         rules.append(KeepAll())
-    return (*rules, *options._further_rules())
+    rules.extend(map(KeepItem, options.item_intervals))
+    if options.keep_checkpoints_without_metrics:
+        rules.append(KeepWithoutMetrics())
+    return tuple(rules)
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
@@ -499,11 +479,12 @@ def as_int(value: object) -> object:
 def _check_limits(options: Any) -> None:
     """Convert integer options to int; raise OptionError if one of them is not an integer or is out of range."""
     for option in fields(options):
-        value = as_int(getattr(options, option.name))
-        if value is None or "least" not in option.metadata:
+        value, is_optional = as_int(getattr(options, option.name)), option.default is None
+        if "least" not in option.metadata or (value is None and is_optional):
             continue
         least, greatest = option.metadata["least"], option.metadata["greatest"]
         limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
         if type(value) is not int or value < least or (greatest is not None and value > greatest):
-            raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
+            or_none = ", or None" if is_optional else ""
+            raise OptionError(f"{option.name}={value!r} must be a whole number {limits}{or_none}")
         object.__setattr__(options, option.name, value)

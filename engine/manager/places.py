@@ -40,10 +40,6 @@ class StepPlace:
         """Return the steps that process 0 can fetch."""
         return ()
 
-    def may_have(self, step: int) -> bool:
-        """Return whether this tier may have a step that the directory lacks. All processes get the same result."""
-        return False
-
     def fetch(self, step: int, overwrite: bool) -> bool:
         """Make a step available to the run; return whether this succeeded. ``overwrite`` replaces a damaged step."""
         return False

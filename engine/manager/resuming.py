@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,9 +72,6 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and newer steps that are damaged
-
-
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
     """Restores steps, and informs the manager's other components which step the run resumes from."""
@@ -103,8 +100,11 @@ class StepRestorer:
         self.resumes_from(step, began=began)
         return values
 
-    def resume(self, whole: ReadStep, began: float) -> Restored:
-        """Resume from the step that :meth:`newest_whole` returned; warn about newer, damaged steps."""
+    def resume(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
+        """Resume from the newest whole step; warn about newer, damaged steps."""
+        began = time.perf_counter()
+        if (whole := self.newest_whole(items, kwargs)) is None:
+            return None
         step, values, damaged = whole
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
@@ -125,8 +125,8 @@ class StepRestorer:
 
     def newest_whole(
         self, items: Any, kwargs: Mapping[str, Any], named: int | None = None, *, peeks: bool = False
-    ) -> ReadStep | None:
-        """Read the newest step that is intact on all processes, or the given one; skip damaged steps with a warning."""
+    ) -> tuple[int, Any, list[tuple[int, _Damage]]] | None:
+        """Return the given or newest step that is intact on all processes, its items, and damaged newer steps."""
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
@@ -138,11 +138,9 @@ class StepRestorer:
                 continue
             if peeks and not items:
                 return step, {}, damaged
-            with self._read_by_all(step) as (shared, damages):
-                values = self._read(step, items, kwargs, shared)
-            if not damages:
+            values, damage = self._read_by_all(step, items, kwargs)
+            if damage is None:
                 return step, values, damaged
-            (damage,) = damages
             if step in replaced:
                 replaced.remove(step)
                 self._drop(step, damage)
@@ -236,7 +234,9 @@ class StepRestorer:
 
     def _fetch_missing(self, step: int) -> None:
         """Fetch a step that the directory lacks, if another tier may have it; all processes must call this method."""
-        if any(place.may_have(step) for place in self.run.places):
+        here = step in self.run.steps
+        # Only process 0 lists the mirror. All processes know the local steps, so other steps need no joint look-up.
+        if any(place.writes_directory or (step in place.steps() and not here) for place in self.run.places):
             self.run.fetch_missing(step)
 
     @contextlib.contextmanager
@@ -271,10 +271,8 @@ class StepRestorer:
             before = newest_with(item, self.run.steps.infos(), step)
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
             _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
-        values = {}
         try:
-            for name, wanted in self.items.to_restore(stored, items, kwargs, shared).items():
-                values[name] = stored.restore(*wanted)
+            values = self.items.restore(stored, items, kwargs, shared)
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
@@ -283,16 +281,14 @@ class StepRestorer:
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
-        return self.items.as_given(values)
+        return values
 
-    @contextlib.contextmanager
-    def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
-        """Run the block, which reads a step on all processes; then append the first damage that any process found."""
-        damage = broken = None
-        damages: list[_Damage] = []
+    def _read_by_all(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
+        """Read a step on all processes; return its items, and the first damage that any process found."""
+        values = damage = broken = None
         with self._shared_reads(together=True) as shared:
             try:
-                yield shared, damages
+                values = self._read(step, items, kwargs, shared)
             except PeerFailedError as error:  # the actual cause, damage or a fatal error, is determined below
                 broken = error
             except BaseException as error:
@@ -308,6 +304,7 @@ class StepRestorer:
             if (found := self.run.processes.first("restored", damage)) is not None:
                 self.items.damage_found()
                 process, fields = found
-                damages.append(_Damage(*fields)._replace(process=process))
-            elif broken is not None:
+                return None, _Damage(*fields)._replace(process=process)
+            if broken is not None:
                 raise broken
+        return values, None

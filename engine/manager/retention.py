@@ -10,13 +10,12 @@ import abc
 import heapq
 import math
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from .metrics import Metric, Mode, format_metric, metric_name, metric_value
+from .metrics import BestMode, Metric, metric_name, metric_value
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ..format import CheckpointRecord
     from ..steps import StepEntry
@@ -113,14 +112,14 @@ class KeepBest:
 
     n: int
     metric: Metric
-    mode: Mode = "max"
+    mode: BestMode = "max"
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         name = metric_name(self.metric)
         kept = {}
         for number, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
             rank = "best" if number == 1 else f"{_ordinal(number)} best"
-            kept[step] = f"{rank} {name} ({format_metric(value)})"
+            kept[step] = f"{rank} {name} ({value:.6g})"
         if missing := self.n - len(kept):
             others = (info.step for info in steps if info.value(self.metric) is None)
             reason = f"one of {self.n}, as too few have {name}"
@@ -140,12 +139,6 @@ class KeepItem:
 
 
 @dataclass(frozen=True)
-class KeepPinned:
-    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        return {info.step: "pinned" for info in steps if info.pinned}
-
-
-@dataclass(frozen=True)
 class KeepWithoutMetrics:
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "no metrics" for info in steps if not info.metrics}
@@ -162,24 +155,16 @@ class KeepSteps:
 # ---- all rules
 
 
-def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps that any rule keeps, and the newest step."""
-    return set().union(*_verdicts(steps, rules))
-
-
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
-    """Return the steps to keep in ascending order, each with all the reasons to keep it."""
+    """Return the steps to keep in ascending order, each with all the reasons: a rule, or it is the newest or pinned."""
+    if not steps:
+        return {}
+    newest, pinned = max(info.step for info in steps), {info.step: "pinned" for info in steps if info.pinned}
     by_step: dict[int, list[str]] = {}
-    for verdict in _verdicts(steps, rules):
-        for step, reason in verdict.items():
+    for kept in ({newest: NEWEST}, *(rule.kept(steps) for rule in rules), pinned):
+        for step, reason in kept.items():
             by_step.setdefault(step, []).append(reason)
     return {step: tuple(dict.fromkeys(by_step[step])) for step in sorted(by_step)}
-
-
-def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterator[dict[int, str]]:
-    if steps:
-        yield {max(map(attrgetter("step"), steps)): NEWEST}
-        yield from (rule.kept(steps) for rule in rules or (KeepAll(),))
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
@@ -187,13 +172,13 @@ def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) 
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
-def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
+def best(steps: Sequence[StepInfo], metric: Metric, mode: BestMode = "max") -> int | None:
     """Return the step with the best value of a metric, or the newest of several equally good steps."""
     ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 
 
-def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
+def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: BestMode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
     # Newest first, because newer steps are usually better, and nlargest is faster if the best values come first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)

@@ -65,10 +65,9 @@ class SaveQueue:
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Warn once if the metrics do not include the metric that ranks checkpoints."""
-        best_fn = self.run.options.best_fn
-        if self._watch is not None and best_fn is not None:
-            self._watch.note(step, metrics, (info.value(best_fn) for info in self.run.steps.infos()))
-            self._watch = None if self._watch.ended else self._watch
+        watch, infos = self._watch, self.run.steps.infos()
+        if watch is not None and watch.note(step, metrics, (info.value(watch.metric) for info in infos)):
+            self._watch = None
 
     def item_due(self, item: str, step: int) -> bool:
         interval = self.run.options.item_intervals.get(item)
@@ -84,7 +83,6 @@ class SaveQueue:
         return self.run.processes.decide(label, lambda: [item for item in intervals if not self.item_due(item, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
-        """Return the items of a step that are due, ready to be saved."""
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
@@ -233,8 +231,8 @@ class SaveQueue:
     # ---- changes to saved steps
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.note_metrics(step, metrics)
         self.run.acquire()
+        self.note_metrics(step, metrics)
         recorded = self.run.processes.decide(f"metrics of step {step}", self._add_metrics, step, metrics)
         if recorded is None:
             return
@@ -257,10 +255,6 @@ class SaveQueue:
             return None
         self._change_metrics(step, metrics)
         return metrics
-
-    def deleted(self) -> None:
-        """Count the interval to the next save from the newest remaining step."""
-        self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:

@@ -24,7 +24,7 @@ from holdfast.engine.manager import (
 from holdfast.engine.manager.decisions import OnBest
 from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.options import save_triggers
-from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepPinned, KeepSteps
+from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepSteps
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
 from holdfast.integrations.lightning.store import CallbackArguments as LightningArguments
@@ -52,7 +52,7 @@ PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
 }
 LOCAL = hf.Local("/nowhere/memory", every=5)  # made at the first save
 LOSS = {"best_fn": "loss", "best_mode": "max"}
-EVERY_STEP, ALL = (Every(steps=1),), (KeepPinned(), KeepAll())
+EVERY_STEP, ALL = (Every(steps=1),), (KeepAll(),)
 RULES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "newest": ({"max_to_keep": 3}, (KeepLatest(3),)),
     "best and newest": ({**LOSS, "max_to_keep": 2, "keep_latest": 3}, (KeepBest(2, "loss"), KeepLatest(3))),
@@ -71,12 +71,9 @@ EFFECTS: dict[str, Effect] = {
     "least": (
         {"save_on_best": True, **LOSS, "best_mode": "min", "max_to_keep": 3},
         (OnBest("loss", "min"),),
-        (KeepBest(3, "loss", "min"), KeepPinned()),
+        (KeepBest(3, "loss", "min"),),
     ),
-    **{
-        name: ({"save_interval_steps": 1, **given}, EVERY_STEP, (*rules, KeepPinned()))
-        for name, (given, rules) in RULES.items()
-    },
+    **{name: ({"save_interval_steps": 1, **given}, EVERY_STEP, tuple(rules)) for name, (given, rules) in RULES.items()},
     "mirror": ({"save_interval_steps": 1, "mirror": "memory://tests/options"}, EVERY_STEP, ALL),
     "local": ({"save_interval_steps": 1, "local": LOCAL}, EVERY_STEP, ALL),
     "unchanged": ({"save_interval_steps": 1, "reuse_unchanged": False}, EVERY_STEP, ALL),
@@ -124,9 +121,9 @@ def test_policies_have_the_same_effect_in_all_programs(place: str, tmp_path: Pat
     periods = [Every(steps=7, keep=2), Every(steps=100)]
     options = PLACES[place](tmp_path, save=periods)
     assert save_triggers(options) == tuple(periods)
-    assert retention_rules(options) == (*periods, KeepPinned())
+    assert retention_rules(options) == tuple(periods)
     options = PLACES[place](tmp_path, save_interval_steps=1, keep=periods[0])
-    assert retention_rules(options) == (periods[0], KeepPinned())
+    assert retention_rules(options) == (periods[0],)
 
 
 @pytest.mark.parametrize("place", PLACES)

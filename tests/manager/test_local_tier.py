@@ -114,7 +114,7 @@ class Hosts:
                 return None, 0
             assert equal(restored.items, restored.step, self.size)
             assert manager._local is not None
-            return restored.step, manager._local.bytes_from_peers
+            return restored.step, sum(peer.bytes_read for peer in manager._local._hosts.peers.values())
 
         found = self.run(work)
         (step,) = {step for step, _ in found}

@@ -11,7 +11,6 @@ from tests.ids import plain_id
 
 from holdfast.engine.errors import OptionError
 from holdfast.engine.manager import Metric, metric_name, metric_value, plain_metrics
-from holdfast.engine.manager.metrics import format_metric
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,8 +140,3 @@ def test_a_function_finds_no_metric_by_key_error_only() -> None:
 )
 def test_metrics_have_names_for_people(metric: Metric, expected: str) -> None:
     assert metric_name(metric) == expected
-
-
-def test_measures_are_short() -> None:
-    shown = [format_metric(value) for value in (0.9312345678, 2.0, 1e-9, -math.inf)]
-    assert shown == ["0.931235", "2", "1e-09", "-inf"]

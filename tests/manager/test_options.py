@@ -14,7 +14,7 @@ from holdfast.engine.manager import KeepAll, retention_rules
 from holdfast.engine.manager.decisions import OnBest
 from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.options import options_document, options_from_document, save_triggers
-from holdfast.engine.manager.retention import KeepLatest, KeepPinned
+from holdfast.engine.manager.retention import KeepLatest
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_triggers_and_rules() -> None:
     assert save_triggers(hf.CheckpointManagerOptions(save_interval_steps=None)) == (Every(steps=1),)
     assert save_triggers(hf.CheckpointManagerOptions(save_interval_secs="1h")) == (Every(secs=3600),)
     assert save_triggers(hf.CheckpointManagerOptions(save_on_best=True, best_fn=len)) == (OnBest(len),)
-    assert retention_rules(hf.CheckpointManagerOptions(keep_period=3)) == (Every(steps=3), KeepPinned(), KeepAll())
-    assert retention_rules(hf.CheckpointManagerOptions(max_to_keep=2)) == (KeepLatest(2), KeepPinned())
+    assert retention_rules(hf.CheckpointManagerOptions(keep_period=3)) == (Every(steps=3), KeepAll())
+    assert retention_rules(hf.CheckpointManagerOptions(max_to_keep=2)) == (KeepLatest(2),)
 
 
 def test_retention_is_written_down() -> None:
@@ -133,7 +133,7 @@ def test_retention_is_written_down() -> None:
     assert options_from_document(document).ranking_mode == "max", "as it was by default"
     periods = [hf.Every(steps=100, keep=5), hf.Every(secs="1h")]
     read = options_from_document(options_document(hf.CheckpointManagerOptions(save=periods)))
-    assert retention_rules(read) == (*periods, KeepPinned())
+    assert retention_rules(read) == tuple(periods)
     function = options_document(hf.CheckpointManagerOptions(max_to_keep=1, best_fn=len))
     assert function["best_fn"] is None
 

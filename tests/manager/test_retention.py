@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.clock import format_duration
-from holdfast.engine.manager import KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
+from holdfast.engine.manager import BestMode, KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
 from holdfast.engine.manager.intervals import Every
-from holdfast.engine.manager.metrics import Mode
 from holdfast.engine.manager.retention import (
     KeepBest,
     KeepLatest,
-    KeepPinned,
     KeepSteps,
     KeepWithoutMetrics,
-    kept_steps,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +59,6 @@ def timed(times: Mapping[int, float]) -> list[StepInfo]:
         pytest.param(Every(steps=100), infos(330, 30, 201, 99, 299, 301), [201, 301], id="period-first-past-each"),
         pytest.param(Every(steps=10), infos(7, 14, 21, 28, 35, 42, 49, 56), [14, 21, 35, 42, 56], id="period-of-7"),
         pytest.param(Every(steps=5), infos(12, 24, 36), [12, 24, 36], id="period-shorter-than-the-interval"),
-        pytest.param(KeepPinned(), [StepInfo(step=1, time=0.0, pinned=True), *infos(2)], [1], id="pinned"),
         pytest.param(KeepSteps([7, 8, 2]), infos(1, 2, 7), [2, 7], id="chosen"),
         pytest.param(KeepSteps(range(0, 100, 3)), infos(1, 2, 99), [99], id="chosen-range"),
         pytest.param(KeepSteps(()), infos(1), [], id="chosen-none"),
@@ -92,7 +88,7 @@ def test_each_rule_keeps(rule: KeepPolicy, steps: list[StepInfo], expected: list
         pytest.param("max", {}, [], id="no-steps"),
     ],
 )
-def test_best_orders_by_value_then_newness(mode: Mode, values: dict[int, Any], order: list[int]) -> None:
+def test_best_orders_by_value_then_newness(mode: BestMode, values: dict[int, Any], order: list[int]) -> None:
     steps = scored(values)
     assert best(steps, "acc", mode) == (order[0] if order else None)
     assert best(steps[::-1], lambda metrics: metrics["acc"], mode) == (order[0] if order else None)
@@ -152,18 +148,17 @@ def test_time_interval_keeps_what_it_kept(times: list[float], extra: set[int], s
     n=st.integers(1, 4),
     mode=st.sampled_from(["max", "min"]),
 )
-def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, bool]], n: int, mode: Mode) -> None:
+def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, bool]], n: int, mode: BestMode) -> None:
     steps = [
         StepInfo(step=step, time=time, metrics=None if value is None else {"acc": value}, pinned=pinned)
         for step, (time, value, pinned) in enumerate(data)
     ]
-    rules: list[KeepPolicy] = [KeepBest(n, "acc", mode), KeepLatest(n), Every(steps=4), Every(secs=10), KeepPinned()]
+    rules: list[KeepPolicy] = [KeepBest(n, "acc", mode), KeepLatest(n), Every(steps=4), Every(secs=10)]
     kept = reasons(steps, rules)
     survivors = [info for info in steps if info.step in kept]
     assert max(kept) == steps[-1].step
     assert best(survivors, "acc", mode) == best(steps, "acc", mode)
     assert reasons(survivors, rules) == kept
-    assert kept_steps(steps, rules) == kept.keys()
 
 
 def test_reasons_are_a_union_that_people_can_read() -> None:
@@ -182,7 +177,6 @@ def test_reasons_are_a_union_that_people_can_read() -> None:
         KeepLatest(2),
         Every(steps=300),
         Every(secs=5000),
-        KeepPinned(),
         KeepWithoutMetrics(),
         KeepSteps([500]),
     )
@@ -236,8 +230,8 @@ def test_the_newest_is_kept_by_any_rules_and_everything_without_rules() -> None:
     steps = scored({100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4, 500: 0.5})
     assert list(reasons(steps, [KeepBest(3, "acc", "min")])) == [100, 200, 300, 500]
     assert reasons(steps, [KeepSteps(())]) == {500: ("newest",)}
-    assert list(reasons(steps, [])) == [100, 200, 300, 400, 500]
-    assert reasons(steps, ())[100] == ("nothing limits what is kept",)
+    assert list(reasons(steps, [KeepAll()])) == [100, 200, 300, 400, 500]
+    assert reasons(steps, [KeepAll()])[100] == ("nothing limits what is kept",)
     assert reasons([], [KeepLatest(1)]) == {}
     twice = [KeepLatest(1), KeepLatest(3), Every(steps=1), Every(steps=1)]
     assert reasons(infos(1), twice) == {1: ("newest", "every step")}, "each reason is given once"
@@ -255,7 +249,6 @@ def test_a_function_ranks_each_step_once() -> None:
 def test_rules_and_steps_are_values() -> None:
     assert retention_rules(hf.CheckpointManagerOptions(keep_steps=[2, 1, 1])) == (
         KeepSteps({1, 2}),
-        KeepPinned(),
         KeepAll(),
     )
     assert len({KeepLatest(3), KeepLatest(3), KeepSteps(frozenset([1])), KeepSteps(frozenset({1}))}) == 2
