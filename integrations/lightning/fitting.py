@@ -248,7 +248,7 @@ class Fitting:
                 if exact or (shape == value.shape and _suits(entry, value)):
                     entries[number] = entry
                 else:
-                    self.misfits.differs(f"{path}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
+                    self.misfits.differs(f"{path}/{name}", f"shape {[*value.shape]}", [*shape])
         self.misfits.surplus(f"{path}/{name}" for name in positions if name not in flat)
         others = {index: {*group} - {None} for index, group in enumerate(saved.names or ())}
         origins = [_closest(index, {*group}, others) for index, group in enumerate(live.names or ())]
@@ -385,7 +385,7 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
         return None
-    return difference(f"state_dict/{name}", f"shape {_shape(live.shape)}", _shape(saved.shape))
+    return difference(f"state_dict/{name}", f"shape {[*live.shape]}", [*saved.shape])
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
@@ -402,10 +402,6 @@ def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's mock optimizer has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _sizes(groups: _Names) -> str:

@@ -289,7 +289,7 @@ def load_from_checkpoint(
         StateError: The checkpoint was not saved from a Lightning trainer.
         RuntimeError: The saved keys or shapes do not match the module's, as in ``load_state_dict``.
     """
-    if (package := package_of(kind)) is None:
+    if (package := package_of(kind)) is None or not hasattr(kind, "load_from_checkpoint"):
         raise TypeError(f"{kind!r} is neither a LightningModule nor a LightningDataModule")
     location = _location_of(path, step)
     checkpoint = read_checkpoint(location, with_position=False)

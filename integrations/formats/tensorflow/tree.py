@@ -65,9 +65,7 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
 
 def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return text as an object array of bytes."""
-    objects = np.empty(len(texts), object)
-    objects[:] = texts
-    return objects.reshape(shape)
+    return np.fromiter(texts, object, len(texts)).reshape(shape)
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
