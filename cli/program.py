@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Self
 
 from ..engine.errors import OptionError
@@ -46,7 +45,7 @@ class Signals:
         for end in self._sockets:
             end.setblocking(False)
         for number in FORWARDED:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, lambda number, _: self.received.append(number))
         self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # interrupts sleep()
         self._wakeup = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         return self
@@ -57,9 +56,6 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
         for end in self._sockets:
             end.close()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
 
     def sleep(self, seconds: float) -> None:
         """Sleep for a number of seconds, or until a signal arrives or a child process ends."""

@@ -69,11 +69,6 @@ class RunRecord:
                 self.states[directory, int(event.get("process", 0))] = name
 
     @property
-    def has_failed(self) -> bool:
-        """Whether training ended with an exception in any process."""
-        return "failed" in self.states.values()
-
-    @property
     def state(self) -> str | None:
         """``preempted`` if any run is, ``finished`` if all runs are, else ``unfinished``; None if there are no runs."""
         states = set(self.states.values())
@@ -328,7 +323,8 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # after a process failed, waiting for the others is not a hang
+    # After a process has failed, waiting for the others is not a hang.
+    hung = returncode is None and "failed" not in record.states.values()
     why = None
     if returncode is None:
         why = _overdue(program, watch)

@@ -280,9 +280,9 @@ class _Drill:
                 plan = replace(plan, point=interruption.point, step=interruption.step, signal=int(interruption.signal))
             start = self._start(plan, "interrupted", interruption)
             self._starts.append(start)
-            self._judge(start, reference, before)
+            stops = self._judge(start, reference, before)
             report.differences = self._compare(RUNS, "reference")
-            if report.differences or report.stops:
+            if report.differences or stops:
                 left = len(interruptions) - number - 1
                 if left > 0:
                     report.notes.append(f"{count(left, 'later interruption')} not tried")
@@ -292,11 +292,11 @@ class _Drill:
                 report.notes.append(f"the run ended before it could be interrupted: {missed}")
                 break
         os.rename(self._folder / RUNS, self._folder / "interrupted")
-        if not report.differences and not report.stops:
+        if not report.differences and not stops:
             report.differences = self._missing("interrupted", "reference")
 
-    def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Record how one attempt to complete the interrupted run ended; its checkpoints are compared separately."""
+    def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> bool:
+        """Record how one attempt to complete the interrupted run ended; return whether another one makes no sense."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # the signal may arrive later than planned
             interruption = replace(interruption, step=trace.interrupted)
@@ -309,13 +309,11 @@ class _Drill:
         report.starts.append({"start": start.name, "began": began, "ended": line, "status": status})
         if is_fresh and newest is not None and newest > first:
             report.findings.append(Finding.not_resumed(newest))
-            report.stops = True
-            return
+            return True
         urls, expected_urls = self._claims(RUNS), self._claims("reference")
         if strange := [url for url in urls if url not in expected_urls and self._steps_in(RUNS, urls[url])]:
             report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, expected_urls))))
-            report.stops = True
-            return
+            return True
         if interruption is not None:
             if trace.ignored and not any(finding.cause == "ignores_signal" for finding in report.findings):
                 report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
@@ -338,6 +336,7 @@ class _Drill:
         elif not trace.stopped and start.returncode != 0:
             after = "" if len(self._starts) < 2 else f" when it was restarted after {self._starts[-2].interruption}"
             raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
+        return False
 
     def _explain(self, reference: Start, plan: DrillPlan) -> None:
         """Find the cause of a difference by repeating the undisturbed run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from ...engine.errors import SaveFailedError, shortened
+from ...engine.generators import same_state
 from ...engine.manager import note_resume
 from ..options import epoch_reason
 from . import private_api
@@ -90,7 +90,7 @@ class StepWriter:
         if self.newest.metrics is None or step != self.newest.step:
             return
         saved = self.newest.metrics
-        late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
+        late = {name: value for name, value in self._ledger.of(step).items() if not same_state(saved.get(name), value)}
         stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # taken from process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
@@ -222,10 +222,6 @@ def _same_value(seen: Any, value: Any) -> bool:
         # Lightning returns a new view on each access. Keeping the old view prevents its memory from being reused.
         return seen.data_ptr() == value.data_ptr()
     return seen is value
-
-
-def _same(saved: Mapping[str, float], name: str, value: float) -> bool:
-    return name in saved and (saved[name] == value or (math.isnan(saved[name]) and math.isnan(value)))
 
 
 # ---- copies of checkpoints in reused memory

@@ -54,9 +54,6 @@ _Keys = tuple[str | int, ...]
 class _LeftError(Exception):
     """Raised for a value that cannot be saved; the message names its type."""
 
-    def __init__(self, value: object) -> None:
-        super().__init__(class_name(value))
-
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert a Lightning checkpoint to a tree that the engine can save; return it and a list of omitted entries."""
@@ -138,7 +135,7 @@ class _Plain:
             return value
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or value.is_quantized or value.is_meta:
-                raise _LeftError(value)
+                raise _LeftError(class_name(value))
             if not hasattr(value, "placements") and not value.is_contiguous():
                 strides = list(value.stride())
                 if is_permuted(value.shape, strides):  # strides may affect the rounding of later steps
@@ -147,20 +144,20 @@ class _Plain:
         if isinstance(value, dict):
             return self.entries(value, keys)
         if value_type in (set, frozenset) and not all(type(item) in PLAIN for item in value):
-            raise _LeftError(value)
+            raise _LeftError(class_name(value))
         if value_type in (list, tuple, set, frozenset):
             # If an element fails, omit the whole entry, because omitting only the element would shift the others.
             return value_type([self.value(item, (*keys, index)) for index, item in enumerate(value)])
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
-                raise _LeftError(value)
+                raise _LeftError(class_name(value))
             if isinstance(value, np.ndarray):
                 self.types.append((keys, _NUMPY))
             return value
         if isinstance(value, str) and not isinstance(value, Enum):
             return str(value)
         if (converted := as_plain(value)) is None:
-            raise _LeftError(value)
+            raise _LeftError(class_name(value))
         data = self.value(converted[0], keys)
         self.types.append((keys, converted[1]))
         return data
