@@ -23,11 +23,7 @@ from ..engine.manager import EVENTS, read_events
 from ..engine.observer import OBSERVER
 from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 
-FORWARDED = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # not every platform has all of these signals
-)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TICK = 0.25  # polling interval for the child's events and heartbeats, in seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
 _libc = ctypes.CDLL(None)

@@ -264,7 +264,6 @@ class Schedule(Section):
     """Decoupled weight decay: the fraction of the weights subtracted per update, per unit of learning rate."""
 
     def adamw(self) -> Any:
-        """Return the optax optimizer."""
         import optax  # type: ignore[import-untyped]  # it has no type information
 
         schedule = optax.warmup_cosine_decay_schedule(
