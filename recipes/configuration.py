@@ -31,7 +31,7 @@ from ..engine.errors import OptionError
 from ..engine.foreign_arguments import foreign_hint
 from .bundled import bundled_configs, bundled_text
 from .problems import ConfigError, KeyPath, Problem, SourceLine, described, did_you_mean, dotted
-from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
+from .registry import RECIPES, Recipe, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
 
 _DEEPEST = 100  # maximum nesting depth of lists and sections
@@ -232,7 +232,7 @@ def _recipe(document: Document) -> Recipe:
             return recipe
         text = f"expected one of {names}, found {described(name)}"
         text += did_you_mean(name, recipes) if isinstance(name, str) else ""
-    except (RecipeError, OptionError) as error:
+    except OptionError as error:
         text = str(error)
     if "recipe" not in document.root:
         text = f"the key is missing; expected one of {names}"
@@ -340,8 +340,7 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
         return origin if one_origin else SourceLine(source, number)
 
     try:
-        root = compose(text)
-        if root is not None:
+        if (root := compose(text)) is not None:
             document.root = _Reader(document, line).value(root, (), origin)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections are nested more than {_DEEPEST} levels deep")

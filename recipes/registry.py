@@ -143,7 +143,7 @@ RECIPES = {
 ENTRY_POINTS = "holdfast.recipes"  # entry point group in which packages declare recipes
 
 
-class RecipeError(HoldfastError):
+class RecipeError(OptionError):
     """Raised for a function that cannot be imported or is not a training program."""
 
 

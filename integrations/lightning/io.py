@@ -110,8 +110,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint; ``weights_only`` has no effect on holdfast checkpoints, which contain no code."""
-        checkpoint = self.read(path)
-        if checkpoint is not None:
+        if (checkpoint := self.read(path)) is not None:
             return checkpoint
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location, **options)

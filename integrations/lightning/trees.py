@@ -64,8 +64,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             "the run could not be resumed without these parts of its state, which are neither arrays nor plain data: "
             f"{', '.join(lost)}. Change what the module, the optimizer or the data loader returns as its state"
         )
-    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
-    if versions:
+    if versions := getattr(checkpoint.get("state_dict"), "_metadata", None):
         # Modules may need these versions to load older states. There may be many, so a single leaf holds all versions.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
@@ -86,8 +85,7 @@ def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[
     checkpoint: dict[str, Any] = {
         name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSION, _VERSIONS, _TYPES)
     }
-    versions = tree.get(_VERSIONS)
-    if versions is not None:
+    if (versions := tree.get(_VERSIONS)) is not None:
         state = OrderedDict(checkpoint["state_dict"])
         state._metadata = {  # type: ignore[attr-defined] # torch reads it
             name: {} if version is None else {"version": version} for name, version in json.loads(versions).items()
