@@ -101,15 +101,8 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     return Configuration(document.origin_of(()).source, recipe, config)
 
 
-class _TooManyFilesError(ConfigError):
-    """Raised if ``defaults`` includes too many files."""
-
-
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
     """Read a file and merge it over its ``defaults``. ``around`` lists the files that include it."""
-    if next(numbers) > _MOST_FILES:
-        text = f"defaults lead to more than {_MOST_FILES} files, counting repeated ones"
-        raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
     source, text = read_config(name)
     document = read_yaml(text, source)
     if not isinstance(document.root, dict) or "defaults" not in document.root:
@@ -128,10 +121,13 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
         if path in (*around, source):
             problems.append(Problem(origin, "defaults", f"{name} includes itself, by way of {source}"))
             continue
+        if (number := next(numbers)) >= _MOST_FILES:
+            if number == _MOST_FILES:  # report this once
+                text = f"defaults lead to more than {_MOST_FILES} files, counting repeated ones"
+                problems.append(Problem(origin, "defaults", text))
+            break
         try:
             inner = _read(path, (*around, source), numbers)
-        except _TooManyFilesError:
-            raise
         except ConfigError as error:
             problems += [Problem(origin, "defaults", str(problem)) for problem in error.problems]
             continue

@@ -75,8 +75,8 @@ class Fitting:
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
-        self._began: Mapping[str, Any] = {}  # initial values of hyperparameters that the saved run changed
-        self._is_resumed = False
+        # Initial values of the hyperparameters that a resumed run has changed; None in a new run.
+        self._began: Mapping[str, Any] | None = None
         self._loads_by_name = is_sharded(trainer.strategy)  # sharded strategies load optimizer state by name themselves
         if not self._loads_by_name:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
@@ -87,7 +87,7 @@ class Fitting:
 
     def begin(self) -> None:
         """Record the schedulers before callbacks change them, and set the hyperparameters of a resumed run."""
-        if self._hyperparameters is not None and self._is_resumed:
+        if self._hyperparameters is not None and self._began is not None:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
         else:  # callbacks may have changed the values that the program set
@@ -112,7 +112,6 @@ class Fitting:
 
     def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Record the optimizer description (if any), callback states, and metadata of the loaded checkpoint."""
-        self._is_resumed = True
         self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
             saved = json.loads(description)
