@@ -28,7 +28,7 @@ from ...engine.clock import format_size
 from ...engine.errors import BAD_USAGE, DONE, FAILED, PREEMPTED, HoldfastError, OptionError, shortened, shortened_steps
 from ...engine.manager import read_events
 from ...engine.observer import DRILL, STRAYS
-from ...engine.sources import LeafDifference, compare_checkpoints, open_at
+from ...engine.sources import LeafDifference, compare_checkpoints, open_at, total_bytes
 from ...engine.steps import list_steps
 from ...engine.storage import as_location
 from .. import arguments
@@ -177,7 +177,7 @@ class _Drill:
             raise DrillError(
                 f"--at {unknown[0]}: the reference run had the steps {shortened_steps(steps)}; --steps sets how many"
             )
-        used, free = _bytes_below(self._folder / "reference"), shutil.disk_usage(self._folder).free
+        used, free = total_bytes(as_location(self._folder / "reference")), shutil.disk_usage(self._folder).free
         if free < used * 1.1:
             raise DrillError(
                 f"the interrupted run needs {format_size(used)}, but {self._folder} has only {format_size(free)} "
@@ -221,7 +221,7 @@ class _Drill:
             raise DrillError(f"the program reported {len(trace.steps)} steps, but saved none{self._tail(name)}")
         self._say(
             f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint')}, "
-            f"{format_size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
+            f"{format_size(total_bytes(as_location(self._folder / name)))}, {time.monotonic() - began:.1f} s"
         )
         return start
 
@@ -478,10 +478,6 @@ class _Drill:
 
     def _say(self, text: str) -> None:
         say(f"drill: {text}", file=sys.stderr, flush=True)
-
-
-def _bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _label(url: str) -> str:
