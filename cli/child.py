@@ -57,7 +57,7 @@ class Heartbeat(Observer):
             self._memory = mmap.mmap(file.fileno(), BEAT.size)
         self._events = folder / EVENTS
         self._step = -1
-        if sys.stderr is not None and hasattr(faulthandler, "register"):
+        if sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may have no file descriptor
                 faulthandler.register(STACKS, all_threads=True)
                 (folder / f"stacks.{os.getpid()}").touch()

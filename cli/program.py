@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Self
 
 from ..engine.errors import OptionError
@@ -24,11 +23,7 @@ from ..engine.manager import EVENTS, read_events
 from ..engine.observer import OBSERVER
 from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 
-FORWARDED = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # not every platform has all of these signals
-)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TICK = 0.25  # polling interval for the child's events and heartbeats, in seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
 _libc = ctypes.CDLL(None)
@@ -46,7 +41,7 @@ class Signals:
         for end in self._sockets:
             end.setblocking(False)
         for number in FORWARDED:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, lambda number, _: self.received.append(number))
         self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # interrupts sleep()
         self._wakeup = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         return self
@@ -57,9 +52,6 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
         for end in self._sockets:
             end.close()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
 
     def sleep(self, seconds: float) -> None:
         """Sleep for a number of seconds, or until a signal arrives or a child process ends."""

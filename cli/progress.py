@@ -55,7 +55,6 @@ class Meter:
             self._print(now)
 
     def close(self) -> None:
-        """Remove the bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -145,15 +145,11 @@ def _plan_text(plan: dict[str, Any]) -> str:
 def recipes(name: str | None, as_json: bool) -> int:
     """List the available recipes."""
     from ..recipes.problems import did_you_mean
-    from ..recipes.registry import RECIPES, RecipeError, find_recipe, installed_recipes
+    from ..recipes.registry import RECIPES, find_recipe, installed_recipes
 
     installed = installed_recipes()
     if name is not None:
-        try:
-            recipe = find_recipe(name)
-        except RecipeError as error:
-            raise OptionError(str(error)) from error
-        if recipe is None:
+        if (recipe := find_recipe(name)) is None:
             names = [*RECIPES, *installed]
             hint = did_you_mean(name, names) or f"; the recipes are {', '.join(names)}, or write module:function"
             raise OptionError(f"no recipe is called {name}{hint}")

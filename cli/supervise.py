@@ -32,7 +32,7 @@ from ..engine.streams import silence_lost_streams
 from . import arguments
 from .program import Program, Signals, shell_status
 from .report import proof_text
-from .streams import write_error
+from .streams import one_line, write_error
 
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -67,11 +67,6 @@ class RunRecord:
                     self.runs[directory] = event["run"]
             if name == "started" or name in _ENDS:
                 self.states[directory, int(event.get("process", 0))] = name
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether training ended with an exception in any process."""
-        return "failed" in self.states.values()
 
     @property
     def state(self) -> str | None:
@@ -205,7 +200,7 @@ class _Log:
 
 
 def in_words(event: str, facts: Mapping[str, Any]) -> str:
-    """Describe an event in one line, with control characters escaped."""
+    """Describe an event in one line."""
     match event:
         case "started":
             said = f"started {shlex.join(facts['command'])} (process {facts['pid']}, start {facts['start'] + 1})"
@@ -232,7 +227,7 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
             said += "".join(f"; newest step {step} in {directory}" for directory, step in facts["newest"].items())
             if left := facts.get("left_running"):
                 said += f"; leftover processes that were ended: {', '.join(map(str, left))}"
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in said)
+    return one_line(said)
 
 
 @click.command()
@@ -328,7 +323,8 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # after a process failed, waiting for the others is not a hang
+    # After a process has failed, waiting for the others is not a hang.
+    hung = returncode is None and "failed" not in record.states.values()
     why = None
     if returncode is None:
         why = _overdue(program, watch)

@@ -31,7 +31,7 @@ from ..engine.errors import OptionError
 from ..engine.foreign_arguments import foreign_hint
 from .bundled import bundled_configs, bundled_text
 from .problems import ConfigError, KeyPath, Problem, SourceLine, described, did_you_mean, dotted
-from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
+from .registry import RECIPES, Recipe, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
 
 _DEEPEST = 100  # maximum nesting depth of lists and sections
@@ -101,15 +101,8 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     return Configuration(document.origin_of(()).source, recipe, config)
 
 
-class _TooManyFilesError(ConfigError):
-    """Raised if ``defaults`` includes too many files."""
-
-
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
     """Read a file and merge it over its ``defaults``. ``around`` lists the files that include it."""
-    if next(numbers) > _MOST_FILES:
-        text = f"defaults lead to more than {_MOST_FILES} files, counting repeated ones"
-        raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
     source, text = read_config(name)
     document = read_yaml(text, source)
     if not isinstance(document.root, dict) or "defaults" not in document.root:
@@ -128,10 +121,13 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
         if path in (*around, source):
             problems.append(Problem(origin, "defaults", f"{name} includes itself, by way of {source}"))
             continue
+        if (number := next(numbers)) >= _MOST_FILES:
+            if number == _MOST_FILES:  # report this once
+                text = f"defaults lead to more than {_MOST_FILES} files, counting repeated ones"
+                problems.append(Problem(origin, "defaults", text))
+            break
         try:
             inner = _read(path, (*around, source), numbers)
-        except _TooManyFilesError:
-            raise
         except ConfigError as error:
             problems += [Problem(origin, "defaults", str(problem)) for problem in error.problems]
             continue
@@ -232,7 +228,7 @@ def _recipe(document: Document) -> Recipe:
             return recipe
         text = f"expected one of {names}, found {described(name)}"
         text += did_you_mean(name, recipes) if isinstance(name, str) else ""
-    except (RecipeError, OptionError) as error:
+    except OptionError as error:
         text = str(error)
     if "recipe" not in document.root:
         text = f"the key is missing; expected one of {names}"
@@ -340,8 +336,7 @@ def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
         return origin if one_origin else SourceLine(source, number)
 
     try:
-        root = compose(text)
-        if root is not None:
+        if (root := compose(text)) is not None:
             document.root = _Reader(document, line).value(root, (), origin)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections are nested more than {_DEEPEST} levels deep")

@@ -43,7 +43,6 @@ class TrainState(train_state.TrainState):
 
 
 def initial_state(config: FlaxDigits) -> TrainState:
-    """Return the initial training state."""
     model = Classifier(config.model.hidden, config.model.dropout)
     variables = model.init(jax.random.key(config.seed), jnp.zeros((1, 64)), training=False)
     state: TrainState = TrainState.create(
@@ -76,7 +75,6 @@ def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainS
 
 @jax.jit
 def evaluate(state: TrainState, images: Images) -> dict[str, jax.Array]:
-    """Return the loss and the accuracy on the validation images."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images.pixels, training=False)
     return {

@@ -147,7 +147,6 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch:
 
 @nnx.jit
 def evaluate(model: Transformer, batch: jax.Array) -> dict[str, jax.Array]:
-    """Return the loss on the validation windows."""
     return {"val_loss": loss_of(model, batch, training=False)}
 
 

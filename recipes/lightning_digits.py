@@ -45,14 +45,12 @@ class Classifier(LightningModule):
         return logits
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        """Return the loss of a batch."""
         pixels, labels = batch
         loss = functional.cross_entropy(self(pixels), labels)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        """Log the loss and the accuracy on a validation batch."""
         pixels, labels = batch
         logits = self(pixels)
         self.log("val_loss", functional.cross_entropy(logits, labels))
@@ -84,7 +82,6 @@ class Report(Callback):
         self.progress: Progress | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the progress report at the current step."""
         self.start = trainer.global_step
         self.progress = self.context.progress(self.start, self.train.steps)
 

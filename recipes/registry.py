@@ -100,12 +100,16 @@ class MissingExtraError(HoldfastError, ImportError):
 @dataclass(frozen=True, slots=True)
 class Recipe:
     name: str  # value of the ``recipe`` key; for bundled recipes also the module name
-    summary: str  # one-line summary for users
     schema: type[Config]
     extra: str = ""  # name of the holdfast extra that the recipe requires
     packages: tuple[str, ...] = ()  # import names of further required packages
     # The program, if it has already been imported; None for bundled recipes, which are imported on demand.
     function: Callable[[Any, RunContext], Outcome] | None = None
+
+    @property
+    def summary(self) -> str:
+        """What a bundled recipe trains."""
+        return (self.schema.__doc__ or "").removeprefix("The keys of ").removesuffix(".")
 
     def missing(self) -> list[str]:
         """Return the required packages that are not installed, without importing any package."""
@@ -129,41 +133,17 @@ class Recipe:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe(
-            "flax_digits",
-            "a Flax linen classifier with BatchNorm and dropout on scikit-learn's digits",
-            schema.FlaxDigits,
-            "flax",
-            ("sklearn", "jax", "flax", "optax"),
-        ),
-        Recipe(
-            "flax_text",
-            "a Flax nnx character transformer on Python's own help texts",
-            schema.FlaxText,
-            "flax",
-            ("jax", "flax", "optax"),
-        ),
-        Recipe(
-            "lightning_digits",
-            "a PyTorch Lightning classifier on scikit-learn's digits",
-            schema.LightningDigits,
-            "lightning",
-            ("sklearn", "torch", "lightning"),
-        ),
-        Recipe(
-            "self_play",
-            "two torch policies that learn a card game by playing against each other",
-            schema.SelfPlay,
-            "lightning",
-            ("torch",),
-        ),
+        Recipe("flax_digits", schema.FlaxDigits, "flax", ("sklearn", "jax", "flax", "optax")),
+        Recipe("flax_text", schema.FlaxText, "flax", ("jax", "flax", "optax")),
+        Recipe("lightning_digits", schema.LightningDigits, "lightning", ("sklearn", "torch", "lightning")),
+        Recipe("self_play", schema.SelfPlay, "lightning", ("torch",)),
     )
 }
 
 ENTRY_POINTS = "holdfast.recipes"  # entry point group in which packages declare recipes
 
 
-class RecipeError(HoldfastError):
+class RecipeError(OptionError):
     """Raised for a function that cannot be imported or is not a training program."""
 
 
@@ -192,16 +172,15 @@ def _recipe(name: str, target: str) -> Recipe:
         config_type = get_type_hints(function).get(parameters[0].name, Config)
     except NameError as error:
         raise RecipeError(f"{target}: the annotation of {parameters[0].name} cannot be resolved: {error}") from error
-    summary = (inspect.getdoc(function) or "").partition("\n")[0]
     if isinstance(config_type, type) and issubclass(config_type, Config):
-        return Recipe(name, summary, config_type, function=function)
+        return Recipe(name, config_type, function=function)
     if isinstance(config_type, type) and is_dataclass(config_type):
         names = [key.name for key in fields(config_type) if key.init]
 
         def program(config: Config, context: RunContext) -> Outcome:
             return function(config_type(**{name: getattr(config, name) for name in names}), context)
 
-        return Recipe(name, summary, _with_fields(config_type), function=program)
+        return Recipe(name, _with_fields(config_type), function=program)
     raise RecipeError(
         f"{target}: {parameters[0].name} is annotated with {config_type!r}; expected a subclass of "
         "holdfast.recipes.Config, or a dataclass"

@@ -142,8 +142,7 @@ def _weights_at(source: Place) -> Location:
 def _check_identity(configuration: Configuration, stored: dict[str, Any], checkpoints: str) -> None:
     config = configuration.config
     changes = differences(stored, configuration.resolved())
-    blocking = [key for key in changes if blocks_resume(key, config.IDENTITY, config.checkpoint.allow_changes)]
-    if blocking:
+    if blocking := [key for key in changes if blocks_resume(key, config.IDENTITY, config.checkpoint.allow_changes)]:
         listed = "".join(f"  {key}: {changes[key]}\n" for key in blocking)
         raise OptionError(
             f"{checkpoints} belongs to a run whose configuration differs from {configuration.source}:\n{listed}start "

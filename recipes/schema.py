@@ -264,7 +264,6 @@ class Schedule(Section):
     """Decoupled weight decay: the fraction of the weights subtracted per update, per unit of learning rate."""
 
     def adamw(self) -> Any:
-        """Return the optax optimizer."""
         import optax  # type: ignore[import-untyped]  # it has no type information
 
         schedule = optax.warmup_cosine_decay_schedule(
@@ -298,7 +297,7 @@ class DigitsModel(Section):
 
 
 class FlaxDigits(_Scheduled):
-    """The configuration keys of the ``flax_digits`` recipe."""
+    """The keys of a Flax linen classifier with BatchNorm and dropout on scikit-learn's digits."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_accuracy", "val_loss")
     REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
@@ -312,7 +311,7 @@ class FlaxDigits(_Scheduled):
 
 
 class LightningDigits(FlaxDigits):
-    """The configuration keys of the ``lightning_digits`` recipe."""
+    """The keys of a PyTorch Lightning classifier on scikit-learn's digits."""
 
     REPLICATED: ClassVar[tuple[str, ...]] = ("global_generators",)  # not "data", because its data loaders have no state
 
@@ -345,7 +344,7 @@ class TextData(Section):
 
 
 class FlaxText(_Scheduled):
-    """The configuration keys of the ``flax_text`` recipe."""
+    """The keys of a Flax nnx character transformer on Python's own help texts."""
 
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_loss")
     REPLICATED: ClassVar[tuple[str, ...]] = ("data", "global_generators")
@@ -400,7 +399,7 @@ class SelfPlaySwap(Section):
 
 
 class SelfPlay(Config):
-    """The configuration keys of the ``self_play`` recipe."""
+    """The keys of two torch policies that learn a card game by playing against each other."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "game", "optimizer")
     METRICS: ClassVar[tuple[str, ...]] = ("loss", "win_rate", "win_rate_p0", "win_rate_p1")

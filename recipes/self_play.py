@@ -160,7 +160,6 @@ class Learner(Checkpointable):
         self.optimizers = {name: adam(policy.parameters(), learning_rate) for name, policy in policies.items()}
 
     def update(self, name: str, turns: Turns) -> float:
-        """Update one policy once, and return the loss."""
         features, moves, outcomes = map(torch.from_numpy, turns)
         logits, values = self.policies[name](features)
         logs = torch.log_softmax(logits, dim=-1)
@@ -244,7 +243,6 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
 
 
 def new_trainer(config: SelfPlay) -> Trainer:
-    """Create an untrained trainer from a configuration."""
     return Trainer(
         config.game.cards,
         config.model.hidden,

@@ -28,7 +28,7 @@ from ...engine.clock import format_size
 from ...engine.errors import BAD_USAGE, DONE, FAILED, PREEMPTED, HoldfastError, OptionError, shortened, shortened_steps
 from ...engine.manager import read_events
 from ...engine.observer import DRILL, STRAYS
-from ...engine.sources import LeafDifference, compare_checkpoints, open_at
+from ...engine.sources import LeafDifference, compare_checkpoints, open_at, total_bytes
 from ...engine.steps import list_steps
 from ...engine.storage import as_location
 from .. import arguments
@@ -177,7 +177,7 @@ class _Drill:
             raise DrillError(
                 f"--at {unknown[0]}: the reference run had the steps {shortened_steps(steps)}; --steps sets how many"
             )
-        used, free = _bytes_below(self._folder / "reference"), shutil.disk_usage(self._folder).free
+        used, free = total_bytes(as_location(self._folder / "reference")), shutil.disk_usage(self._folder).free
         if free < used * 1.1:
             raise DrillError(
                 f"the interrupted run needs {format_size(used)}, but {self._folder} has only {format_size(free)} "
@@ -221,7 +221,7 @@ class _Drill:
             raise DrillError(f"the program reported {len(trace.steps)} steps, but saved none{self._tail(name)}")
         self._say(
             f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint')}, "
-            f"{format_size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
+            f"{format_size(total_bytes(as_location(self._folder / name)))}, {time.monotonic() - began:.1f} s"
         )
         return start
 
@@ -280,9 +280,9 @@ class _Drill:
                 plan = replace(plan, point=interruption.point, step=interruption.step, signal=int(interruption.signal))
             start = self._start(plan, "interrupted", interruption)
             self._starts.append(start)
-            self._judge(start, reference, before)
+            stops = self._judge(start, reference, before)
             report.differences = self._compare(RUNS, "reference")
-            if report.differences or report.stops:
+            if report.differences or stops:
                 left = len(interruptions) - number - 1
                 if left > 0:
                     report.notes.append(f"{count(left, 'later interruption')} not tried")
@@ -292,11 +292,11 @@ class _Drill:
                 report.notes.append(f"the run ended before it could be interrupted: {missed}")
                 break
         os.rename(self._folder / RUNS, self._folder / "interrupted")
-        if not report.differences and not report.stops:
+        if not report.differences and not stops:
             report.differences = self._missing("interrupted", "reference")
 
-    def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Record how one attempt to complete the interrupted run ended; its checkpoints are compared separately."""
+    def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> bool:
+        """Record how one attempt to complete the interrupted run ended; return whether another one makes no sense."""
         report, trace, interruption = self._report, start.trace, start.interruption
         if interruption is not None and trace.interrupted is not None:  # the signal may arrive later than planned
             interruption = replace(interruption, step=trace.interrupted)
@@ -309,13 +309,11 @@ class _Drill:
         report.starts.append({"start": start.name, "began": began, "ended": line, "status": status})
         if is_fresh and newest is not None and newest > first:
             report.findings.append(Finding.not_resumed(newest))
-            report.stops = True
-            return
+            return True
         urls, expected_urls = self._claims(RUNS), self._claims("reference")
         if strange := [url for url in urls if url not in expected_urls and self._steps_in(RUNS, urls[url])]:
             report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, expected_urls))))
-            report.stops = True
-            return
+            return True
         if interruption is not None:
             if trace.ignored and not any(finding.cause == "ignores_signal" for finding in report.findings):
                 report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
@@ -338,6 +336,7 @@ class _Drill:
         elif not trace.stopped and start.returncode != 0:
             after = "" if len(self._starts) < 2 else f" when it was restarted after {self._starts[-2].interruption}"
             raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
+        return False
 
     def _explain(self, reference: Start, plan: DrillPlan) -> None:
         """Find the cause of a difference by repeating the undisturbed run."""
@@ -479,10 +478,6 @@ class _Drill:
 
     def _say(self, text: str) -> None:
         say(f"drill: {text}", file=sys.stderr, flush=True)
-
-
-def _bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _label(url: str) -> str:

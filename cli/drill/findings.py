@@ -374,7 +374,6 @@ class Report:
     unseeded: list[str] = field(default_factory=list)  # generators whose initial state differs between attempts
     kept: str | None = None
     seconds: float = 0.0
-    stops: bool = False
 
     @property
     def passed(self) -> bool:
@@ -383,7 +382,6 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         document = {"identical": not self.differences, "passed": self.passed, **asdict(self)}
-        del document["stops"]
         document["compared"] = [{"directory": directory, "step": step} for directory, step in sorted(self.compared)]
         document["differences"] = [
             {**asdict(step), "leaves": [{**asdict(leaf), "state": kind_of_state(leaf.name)} for leaf in step.leaves]}

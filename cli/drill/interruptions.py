@@ -69,24 +69,20 @@ def choose(
     notes: list[str] = []
     inner = list(steps[1:-1]) or list(steps[:1])
 
-    def add(number: signal.Signals, point: Point, step: int) -> None:
-        chosen.append(Interruption(number, point, step))
-
     draw = random.Random(options.seed)
     taken: set[int] = set()
     if "validation" in options.kinds:
         candidates = [step for step in validations if step in inner and step not in options.at] or validations[:1]
         validated = sorted(draw.sample(candidates, min(2, len(candidates))))
         for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
-            add(number, "validation", step)
+            chosen.append(Interruption(number, "validation", step))
         # Avoid the steps around a validation, because a run that resumes at such a step may skip the validation.
         around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
         taken |= {steps[index] for index in around if 0 <= index < len(steps)}
         if not validated:
             notes.append(f"no validation in {count(len(steps), 'step')}, so none was interrupted")
     if "first" in options.kinds:
-        add(kill, "step", steps[0])
-        add(term, "step", steps[0])
+        chosen += [Interruption(kill, "step", steps[0]), Interruption(term, "step", steps[0])]
     following = dict(itertools.pairwise(steps))
     for kind in ("twice", "kill", "save", "term"):
         if kind not in options.kinds:
@@ -97,11 +93,11 @@ def choose(
         for step in options.at or (draw.choice(free or inner),):
             taken.add(step)
             if kind in ("kill", "save"):
-                add(kill, "commit" if kind == "save" else "step", step)
+                chosen.append(Interruption(kill, "commit" if kind == "save" else "step", step))
                 continue
-            add(term, "step", step)
+            chosen.append(Interruption(term, "step", step))
             if kind == "twice" and step in following:
-                add(term, "step", following[step])
+                chosen.append(Interruption(term, "step", following[step]))
                 taken.add(following[step])
     points: Sequence[Point] = ("step", "commit", "validation")
     chosen.sort(key=lambda planned: (planned.step, planned.signal != kill, points.index(planned.point)))

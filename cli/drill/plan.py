@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ class DrillPlan:
     name: str  # name of this attempt and of its trace file
     count: int | None = None  # end after this many distinct steps; None for no limit
     last: int | None = None  # end after this step; None for no limit
-    save: tuple[int, ...] = ()  # steps to save in addition to the program's own saves
-    save_places: tuple[int, ...] = ()  # positions of further steps to save
+    save: Sequence[int] = ()  # steps to save in addition to the program's own saves
+    save_places: Sequence[int] = ()  # positions of further steps to save
     dense_bytes: int = 0  # save every step if ``count`` checkpoints take up less than this many bytes
     point: Point | None = None  # interrupt at ``step``, ``validation`` or ``commit``; None for no interruption
     step: int = 0  # interrupt when the program first reaches ``point`` at or after this step
@@ -40,8 +41,7 @@ class DrillPlan:
 
     @staticmethod
     def read(folder: Path) -> DrillPlan:
-        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        return DrillPlan(**{**plan, "save": tuple(plan["save"]), "save_places": tuple(plan["save_places"])})
+        return DrillPlan(**json.loads((folder / PLAN).read_text(encoding="utf-8")))
 
 
 def read_claims(folder: Path) -> list[dict[str, Any]]:

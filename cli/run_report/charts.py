@@ -292,7 +292,6 @@ def sparkline(values: Sequence[float | None]) -> Markup:
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """Format a number for a chart."""
     if unit == "s":
         return duration(value) if value >= 0 else f"-{duration(-value)}"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e7 else f"{value:.4g}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import struct
 import tokenize
 import zipfile
@@ -28,7 +27,7 @@ from ...engine.errors import DamagedCheckpointError, HoldfastError, OptionError
 from ...engine.format import ITEM
 from ...engine.installed import install_command
 from ...engine.pytree import MAX_DEPTH, Box, whole
-from ...engine.sources import JSON, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
+from ...engine.sources import JSON, CheckpointSource, FetchedArray, FetchedTree, SingleTree, first_bytes, read_json
 from ...engine.storage import Location
 from .torch.files import ZIP_MAGIC, opened
 
@@ -73,10 +72,7 @@ class KerasFile(SingleTree):
             info = archive.getinfo(_DOCUMENTS[item])
             if info.file_size > _DOCUMENT_LIMIT:
                 raise DamagedCheckpointError(f"{self.location}: {info.filename} has {info.file_size} bytes")
-            try:
-                return json.loads(archive.read(info))
-            except RecursionError as error:
-                raise DamagedCheckpointError(f"{self.location}: {info.filename} is nested too deeply") from error
+            return read_json(self.location / info.filename, archive.read(info))
 
     def items_to_load(self) -> list[str]:
         return [ITEM]  # load only the weights by default
@@ -161,7 +157,7 @@ class HDF5Tree(FetchedTree):
             self._add(path, dtype.newbyteorder("="), tuple(shape))
 
     def _add(self, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], obstacle: str = "") -> None:
-        numbered: Path = tuple(int(key) if key.isdecimal() and key == str(int(key)) else key for key in path)
+        numbered = tuple(int(key) if key.isdecimal() and key == str(int(key)) else key for key in path)
         self.arrays.append(FetchedArray(numbered, "/" + "/".join(path), dtype, shape, obstacle))
 
 

@@ -263,8 +263,7 @@ def _once(
 
 
 def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite: bool, progress: Progress) -> None:
-    external = [format_path(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
-    if external:
+    if external := [format_path(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]:
         raise UnsupportedLeafError(
             f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
             "leave them out of the tree. Nothing was written"
@@ -345,8 +344,7 @@ def _import(
         written = NativeCheckpoint(target)
         names = [name for name, item_kind in written.items.items() if item_kind == TREE]
         found = [(name, problem) for name in names for problem in written.tree(name).verify(share.advance)]
-        problems = [f"{name}: {problem.leaf or problem.file}: {problem.what}" for name, problem in found]
-        if problems:
+        if problems := [f"{name}: {problem.leaf or problem.file}: {problem.what}" for name, problem in found]:
             raise DamagedCheckpointError(itemized(f"{target} does not read back as written:", problems))
     _warn(checkpoint, left_out)
     return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)

@@ -73,7 +73,6 @@ def _mapping(value: dict[Any, Any]) -> Any:
 
 
 def _joined(value: dict[Any, Any]) -> NDArray[Any]:
-    """Join the parts of a chunked array."""
     try:
         shape = [int(value["shape"][str(axis)]) for axis in range(len(value["shape"]))]
         parts = [value["chunks"][str(index)] for index in range(len(value["chunks"]))]

@@ -160,8 +160,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         if not location.exists() or location.is_directory() or not _looks_right(location):
             return None
         return _open(location, {"": location})
-    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
-    if indexes:
+    if indexes := sorted(name for name in names if name.endswith(INDEX_SUFFIX)):
         return _open(location, *_indexed(location, indexes[0]))
     files = sorted(name for name in names if name.endswith(SUFFIX))
     if _are_numbered(location, files) or len(files) == 1:
@@ -189,8 +188,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
                 parts.setdefault(name, []).append(tensor)
     tensors = {name: _joined(location, name, in_files) for name, in_files in parts.items()}
     if weight_map is not None:
-        missing = sorted(weight_map.keys() - tensors.keys())
-        if missing:
+        if missing := sorted(weight_map.keys() - tensors.keys()):
             more = f"; and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DamagedCheckpointError(
                 f"{location}: the index names {missing[0]!r:.200} in {weight_map[missing[0]]}, which does not "

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -174,7 +175,6 @@ class CheckpointCallback(ResumingCallback):
         self._recorder: FitRecorder | None = None
         self._witness: Witness | None = None
         self._has_weights = False
-        self._decides = False  # True if no ckpt_path was given, so the directory determines where to resume
         private_api.follow_choices(CheckpointCallback)
 
     @property
@@ -273,7 +273,6 @@ class CheckpointCallback(ResumingCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare the trainer to save to this directory and resume from it."""
         private_api.check_version(trainer)
-        self._decides = private_api.was_given_no_path(trainer)
         install(trainer, self._store)
         if stage != "fit":
             redirect_resume(trainer, lambda path: None if private_api.is_left_alone(trainer, path) else path)
@@ -281,12 +280,10 @@ class CheckpointCallback(ResumingCallback):
             self._evaluation = self._stop(getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
             return
+        # If no ckpt_path was given, the directory determines where to resume.
+        begin_from = partial(self._begin_from, trainer, private_api.was_given_no_path(trainer))
         if trainer.fast_dev_run:
-            decides, self._decides = self._decides, False
-            redirect_resume(
-                trainer,
-                lambda path: self._begin_from(trainer, None if decides or isinstance(path, ResumePath) else path),
-            )
+            redirect_resume(trainer, begin_from)
             return
         check_strategy(trainer)
         directory = self._store.directory
@@ -305,8 +302,6 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works with one process, but this run has {trainer.world_size}: if one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # Choose again here: if the module provides this callback, the trainer adds it only after choosing a checkpoint.
-        redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
             check_resume("never", self._store.steps(), directory)
@@ -319,6 +314,8 @@ class CheckpointCallback(ResumingCallback):
             self._evaluation = stop  # ends the sanity check on a signal; an AgreedStop works only once training begins
         self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
+        # Choose again here: if the module provides this callback, the trainer adds it only after choosing a checkpoint.
+        redirect_resume(trainer, begin_from)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Read the data position and the random generator states, which are restored when the loops start."""
@@ -386,9 +383,10 @@ class CheckpointCallback(ResumingCallback):
         """
         self._end(trainer, orderly=True)
 
-    def _chosen(self, trainer: Any, path: Any) -> Any:
+    def _chosen(self, trainer: Any, decides: bool, path: Any) -> Any:
         """Return the path to resume from: the given path or, if none was given, the path that process 0 chooses."""
-        decides, self._decides = self._decides, False
+        if trainer.fast_dev_run:
+            return None if decides or isinstance(path, ResumePath) else path
         path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
@@ -415,9 +413,9 @@ class CheckpointCallback(ResumingCallback):
             announce("preempted: stopping; there is nothing new to save", shown=trainer.is_global_zero)
             leave(trainer, self._preemption)
 
-    def _begin_from(self, trainer: Any, path: Any) -> Any:
+    def _begin_from(self, trainer: Any, decides: bool, path: Any) -> Any:
         """Load the weights from ``init_from`` if the run starts fresh; return the path to resume from."""
-        source = self._options.init_from
+        path, source = self._chosen(trainer, decides, path), self._options.init_from
         if source is None or self._has_weights:
             return path
         if path:

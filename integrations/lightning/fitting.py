@@ -75,8 +75,8 @@ class Fitting:
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
-        self._began: Mapping[str, Any] = {}  # initial values of hyperparameters that the saved run changed
-        self._is_resumed = False
+        # Initial values of the hyperparameters that a resumed run has changed; None in a new run.
+        self._began: Mapping[str, Any] | None = None
         self._loads_by_name = is_sharded(trainer.strategy)  # sharded strategies load optimizer state by name themselves
         if not self._loads_by_name:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
@@ -87,7 +87,7 @@ class Fitting:
 
     def begin(self) -> None:
         """Record the schedulers before callbacks change them, and set the hyperparameters of a resumed run."""
-        if self._hyperparameters is not None and self._is_resumed:
+        if self._hyperparameters is not None and self._began is not None:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
         else:  # callbacks may have changed the values that the program set
@@ -112,7 +112,6 @@ class Fitting:
 
     def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Record the optimizer description (if any), callback states, and metadata of the loaded checkpoint."""
-        self._is_resumed = True
         self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
             saved = json.loads(description)
@@ -248,7 +247,7 @@ class Fitting:
                 if exact or (shape == value.shape and _suits(entry, value)):
                     entries[number] = entry
                 else:
-                    self.misfits.differs(f"{path}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
+                    self.misfits.differs(f"{path}/{name}", f"shape {[*value.shape]}", [*shape])
         self.misfits.surplus(f"{path}/{name}" for name in positions if name not in flat)
         others = {index: {*group} - {None} for index, group in enumerate(saved.names or ())}
         origins = [_closest(index, {*group}, others) for index, group in enumerate(live.names or ())]
@@ -385,7 +384,7 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
         return None
-    return difference(f"state_dict/{name}", f"shape {_shape(live.shape)}", _shape(saved.shape))
+    return difference(f"state_dict/{name}", f"shape {[*live.shape]}", [*saved.shape])
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
@@ -402,10 +401,6 @@ def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
     firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's mock optimizer has no groups
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _sizes(groups: _Names) -> str:

@@ -110,8 +110,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint; ``weights_only`` has no effect on holdfast checkpoints, which contain no code."""
-        checkpoint = self.read(path)
-        if checkpoint is not None:
+        if (checkpoint := self.read(path)) is not None:
             return checkpoint
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location, **options)
@@ -289,7 +288,7 @@ def load_from_checkpoint(
         StateError: The checkpoint was not saved from a Lightning trainer.
         RuntimeError: The saved keys or shapes do not match the module's, as in ``load_state_dict``.
     """
-    if (package := package_of(kind)) is None:
+    if (package := package_of(kind)) is None or not hasattr(kind, "load_from_checkpoint"):
         raise TypeError(f"{kind!r} is neither a LightningModule nor a LightningDataModule")
     location = _location_of(path, step)
     checkpoint = read_checkpoint(location, with_position=False)

@@ -97,7 +97,7 @@ def missing_names(trainer: Any) -> list[str]:
         for base in class_names(owner) & NAMES_OF_CLASSES.keys():
             missing += [f"{base}.{name}" for name in NAMES_OF_CLASSES[base] if not _has(owner, name)]
     for path, names in NAMES_IN_MODULES.items():
-        module = importlib.import_module(f"{_package(trainer)}.{path}")
+        module = importlib.import_module(f"{package_of(type(trainer))}.{path}")
         missing += [f"{module.__name__}.{name}" for name in names if not _has_path(module, name)]
     return missing
 
@@ -118,15 +118,15 @@ def check_version(trainer: Any) -> None:
     """Raise StateError if the callback needs private names that this version of Lightning does not have."""
     if missing := missing_names(trainer):
         raise StateError(
-            f"{_package(trainer)} differs internally from the versions that holdfast supports (2.5 and 2.6); it has "
-            f"no {', '.join(missing)}"
+            f"{package_of(type(trainer))} differs internally from the versions that holdfast supports (2.5 and 2.6); "
+            f"it has no {', '.join(missing)}"
         )
 
 
-def _package(trainer: Any) -> str:
-    """Return the Lightning package (``lightning.pytorch`` or ``pytorch_lightning``) that defines a trainer's class."""
-    names = (base.__module__ for base in type(trainer).__mro__)
-    return next(package for name in names for package in _PACKAGES if name.startswith(f"{package}."))
+def package_of(derived: type) -> str | None:
+    """Return the Lightning package (``lightning.pytorch`` or ``pytorch_lightning``) that a class derives from."""
+    names = (base.__module__ for base in derived.__mro__)
+    return next((package for name in names for package in _PACKAGES if name.startswith(f"{package}.")), None)
 
 
 def follow_choices(callback: type) -> None:
@@ -374,13 +374,6 @@ def release_children(trainer: Any) -> None:
     if isinstance(processes, list):
         _released.extend(processes)
         processes.clear()
-
-
-def package_of(module_class: type) -> str | None:
-    """Return the Lightning package that defines the class's ``LightningModule`` or ``LightningDataModule`` base."""
-    names = {f"{base.__module__}.{base.__name__}" for base in module_class.__mro__}
-    bases = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
-    return next((package for package in _PACKAGES if any(f"{package}.{base}" in names for base in bases)), None)
 
 
 def made_from(

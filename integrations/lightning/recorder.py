@@ -264,8 +264,6 @@ class FitRecorder:
     def announce(self) -> None:
         """Pass new events and committed checkpoints to the loggers. Called on the trainer's thread."""
         events = self.fit.store.take_events()
-        if not self.fit.trainer.is_global_zero:
-            return
         for event in events:
             for listener in self.fit.trainer.loggers:
                 self._log((listener, event))

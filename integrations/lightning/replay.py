@@ -68,7 +68,6 @@ class EpochReplay:
         self._trainer = fit.trainer
         self._loop = fit.trainer.fit_loop
         self._restored = restored  # called when everything has been restored
-        self._options = fit.options
         self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
         self._has_counters = False  # whether the loops have their restored counters
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
@@ -116,7 +115,7 @@ class EpochReplay:
             "batches_as_steps": self._fit.batches,
             "replicas": count if count > 1 else 0,
             "buffers": own_buffers(self._trainer.lightning_module) if keeps_buffers else {},
-            "replicated": loaders.replicated_states(parts, self._options.replicated),
+            "replicated": loaders.replicated_states(parts, self._fit.options.replicated),
         }
         position |= {name: value for name, value in others.items() if value}
         if point != "epoch" or averages["metrics"]:
@@ -134,7 +133,7 @@ class EpochReplay:
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
         """Set the position to return to; return True if the work that follows the last batch is still to be done."""
-        self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
+        self._saved = share_of(saved, self._trainer, self._fit.options.replicated, self._fit.options.reshard, processes)
         self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
 
@@ -169,7 +168,7 @@ class EpochReplay:
     def _loaders_made(self, original: Callable[[], None]) -> None:
         original()
         parts, saved = self._loaders(), self._saved if self._has_counters else None
-        loaders.replicated_states(parts, self._options.replicated)  # raises for unknown names
+        loaders.replicated_states(parts, self._fit.options.replicated)  # raises for unknown names
         for index, loader in enumerate(parts):
             check_stream(f"training data loader {index}", loader)
         self._ended = None  # these states belong to the previous loaders
@@ -192,7 +191,7 @@ class EpochReplay:
 
     def _batches_begin(self, original: Callable[[Any], None], fetcher: Any) -> None:
         self.fetcher = fetcher
-        self._ahead.begin(self._loaders(), self._options.replicated)
+        self._ahead.begin(self._loaders(), self._fit.options.replicated)
         if (saved := self._saved) is not None:
             saved.until_batches.close()
             self._find_batch(saved, fetcher)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from ...engine.errors import SaveFailedError, shortened
+from ...engine.generators import same_state
 from ...engine.manager import note_resume
 from ..options import epoch_reason
 from . import private_api
@@ -65,7 +65,7 @@ class StepWriter:
         self._ledger = MetricsLedger()
         self._has_news = False  # whether validation or an epoch has ended since a save was last considered
         self._outdated: set[int] = set()  # steps of an earlier run that this run will overwrite
-        self._copies = Copies() if fit.options.save_on_exception else None
+        self._buffers: dict[Path, torch.Tensor] = {}  # memory for copies of checkpoints
         self.held: Held | None = None  # the checkpoint to save after an exception
         self._has_warned = False  # whether the warning about ModelPruning has been logged
         self.newest = Newest(fit.step)
@@ -90,7 +90,7 @@ class StepWriter:
         if self.newest.metrics is None or step != self.newest.step:
             return
         saved = self.newest.metrics
-        late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
+        late = {name: value for name, value in self._ledger.of(step).items() if not same_state(saved.get(name), value)}
         stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # taken from process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
@@ -149,11 +149,11 @@ class StepWriter:
 
     def hold(self, step: int, point: Point) -> None:
         """Keep a copy of the current state, to be saved if an exception occurs before the next copy is made."""
-        if self._copies is None or self.newest.is_complete(step):
+        if not self._fit.options.save_on_exception or self.newest.is_complete(step):
             self.held = None
             return
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
-        self.held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
+        self.held = Held(step, copied(self._dump(point, is_cut_off=True), self._buffers), self._fitting.facts())
 
     def save_after(self, exception: BaseException) -> None:
         """Save the copy held since the last complete batch, because the current state may be partially updated."""
@@ -224,33 +224,24 @@ def _same_value(seen: Any, value: Any) -> bool:
     return seen is value
 
 
-def _same(saved: Mapping[str, float], name: str, value: float) -> bool:
-    return name in saved and (saved[name] == value or (math.isnan(saved[name]) and math.isnan(value)))
-
-
 # ---- copies of checkpoints in reused memory
 
 
-class Copies:
-    """Copies checkpoint dictionaries into reusable host buffers, which is faster than allocating new memory."""
+def copied(checkpoint: dict[str, Any], buffers: dict[Path, torch.Tensor]) -> dict[str, Any]:
+    """Copy all containers and arrays to the host, into the ``buffers`` of the previous copy, which saves time."""
 
-    def __init__(self) -> None:
-        self._memory: dict[Path, torch.Tensor] = {}
-
-    def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of all containers and arrays, overwriting the buffers of the previous copy."""
-        copied: dict[str, Any] = mapped(self._copy, checkpoint, None)
-        return copied
-
-    def _copy(self, value: Any, path: Path, _: Any) -> Any:
+    def copy(value: Any, path: Path, _: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value.copy() if isinstance(value, np.ndarray) else value
         tensor = value.detach()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
-        memory = self._memory.get(path)
+        buffer = buffers.get(path)
         like = torch.empty_like(tensor, device="meta")  # layout of a dense copy in the tensor's memory order
         facts = like.shape, like.dtype, like.stride()
-        if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
-            memory = self._memory[path] = torch.empty_like(tensor, device="cpu")
-        return memory.copy_(tensor)
+        if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != facts:
+            buffer = buffers[path] = torch.empty_like(tensor, device="cpu")
+        return buffer.copy_(tensor)
+
+    copies: dict[str, Any] = mapped(copy, checkpoint, None)
+    return copies

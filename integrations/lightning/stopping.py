@@ -6,7 +6,6 @@ validation in progress is aborted at once.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -135,17 +134,10 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
 
 def requeue(processes: ProcessGroup) -> None:
     """Make SLURM end the job at once and requeue it. In this collective call, all processes wait for process 0."""
-    group = processes.rendezvous("requeue")
-    if group is None:
-        _requeue()
-        return
-    with contextlib.closing(group):
-        try:
-            if processes.is_primary:
-                _requeue()
-            group.broadcast("requeued", b"", _PATIENCE)
-        except HoldfastError as error:  # process 0 has already ended
-            logger.debug("%s: %s", group.name, error)
+    try:
+        processes.decide("requeue", _requeue, work_timeout=_PATIENCE)
+    except HoldfastError as error:  # process 0 has already ended
+        logger.debug("requeue: %s", error)
 
 
 def _requeue() -> None:

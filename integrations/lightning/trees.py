@@ -54,9 +54,6 @@ _Keys = tuple[str | int, ...]
 class _LeftError(Exception):
     """Raised for a value that cannot be saved; the message names its type."""
 
-    def __init__(self, value: object) -> None:
-        super().__init__(class_name(value))
-
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert a Lightning checkpoint to a tree that the engine can save; return it and a list of omitted entries."""
@@ -67,8 +64,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             "the run could not be resumed without these parts of its state, which are neither arrays nor plain data: "
             f"{', '.join(lost)}. Change what the module, the optimizer or the data loader returns as its state"
         )
-    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
-    if versions:
+    if versions := getattr(checkpoint.get("state_dict"), "_metadata", None):
         # Modules may need these versions to load older states. There may be many, so a single leaf holds all versions.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
@@ -89,8 +85,7 @@ def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[
     checkpoint: dict[str, Any] = {
         name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSION, _VERSIONS, _TYPES)
     }
-    versions = tree.get(_VERSIONS)
-    if versions is not None:
+    if (versions := tree.get(_VERSIONS)) is not None:
         state = OrderedDict(checkpoint["state_dict"])
         state._metadata = {  # type: ignore[attr-defined] # torch reads it
             name: {} if version is None else {"version": version} for name, version in json.loads(versions).items()
@@ -138,7 +133,7 @@ class _Plain:
             return value
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or value.is_quantized or value.is_meta:
-                raise _LeftError(value)
+                raise _LeftError(class_name(value))
             if not hasattr(value, "placements") and not value.is_contiguous():
                 strides = list(value.stride())
                 if is_permuted(value.shape, strides):  # strides may affect the rounding of later steps
@@ -147,20 +142,20 @@ class _Plain:
         if isinstance(value, dict):
             return self.entries(value, keys)
         if value_type in (set, frozenset) and not all(type(item) in PLAIN for item in value):
-            raise _LeftError(value)
+            raise _LeftError(class_name(value))
         if value_type in (list, tuple, set, frozenset):
             # If an element fails, omit the whole entry, because omitting only the element would shift the others.
             return value_type([self.value(item, (*keys, index)) for index, item in enumerate(value)])
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
-                raise _LeftError(value)
+                raise _LeftError(class_name(value))
             if isinstance(value, np.ndarray):
                 self.types.append((keys, _NUMPY))
             return value
         if isinstance(value, str) and not isinstance(value, Enum):
             return str(value)
         if (converted := as_plain(value)) is None:
-            raise _LeftError(value)
+            raise _LeftError(class_name(value))
         data = self.value(converted[0], keys)
         self.types.append((keys, converted[1]))
         return data

@@ -72,7 +72,6 @@ class Worker:
     def __init__(self, train: Any, context: Any) -> None:
         self._train = train
         self._storage = context.get_storage()
-        self.rank: int = context.get_world_rank()
         self.count: int = context.get_world_size()
 
     def root(self) -> Location:

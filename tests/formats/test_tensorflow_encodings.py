@@ -25,7 +25,6 @@ from tests.formats.tensorflow_writer import (
 
 import holdfast as hf
 from holdfast.integrations.formats.tensorflow.index import (
-    BundleSlice,
     fields,
     ordered,
     read_table,
@@ -123,7 +122,7 @@ def sliced(tmp_path: Path, boxes: Sequence[tuple[tuple[int, int] | None, ...]], 
         extents = [(0, size) if extent is None else extent for extent, size in zip(box, (4, 2), strict=True)]
         part = whole[tuple(slice(first, first + length) for first, length in extents)].tobytes()
         if stored is None or index < stored:
-            key = slice_key(b"w", BundleSlice(tuple(box)))
+            key = slice_key(b"w", tuple(box))
             pairs.append((key, entry(FLOAT, [length for _, length in extents], part, len(data))))
         data += part
         extent_messages = [b"" if e is None else message((1, e[0]), (2, e[1])) for e in box]

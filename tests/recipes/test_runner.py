@@ -189,7 +189,7 @@ def test_a_package_that_is_too_old_names_the_command_that_updates_it(monkeypatch
 
 
 def test_a_missing_package_names_the_command_that_installs_it() -> None:
-    recipe = Recipe("x", "", RECIPES["flax_text"].schema, "flax", ("numpy", "no_such_package"))
+    recipe = Recipe("x", RECIPES["flax_text"].schema, "flax", ("numpy", "no_such_package"))
 
     with pytest.raises(MissingExtraError, match=r"needs no_such_package: pip install .*\[recipes,flax\]'"):
         recipe.program()

@@ -136,7 +136,6 @@ class OpenedArrays:
             self._stores[name], self.dtypes[name], self.shapes[name] = store, dtype, tuple(map(int, store.shape))
 
     def chunks(self, name: str) -> tuple[int, ...]:
-        """Return the chunk shape of an array."""
         grid = self._stores[name].chunk_layout.read_chunk.shape or ()
         return tuple(size or length for size, length in zip(grid, self.shapes[name], strict=True))
 

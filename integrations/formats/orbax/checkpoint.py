@@ -47,7 +47,6 @@ class _Item(NamedTuple):
     folder: Location
     bare: bool = False
     file: str = ""
-    is_key: bool = False
 
 
 class OrbaxCheckpoint(CheckpointSource):
@@ -104,7 +103,7 @@ class OrbaxCheckpoint(CheckpointSource):
     def tree(self, item: str) -> TreeSource:
         described = self._items[item]
         typed = False
-        if described.is_key:
+        if described.folder.name == _KEYS[0]:
             folder = described.folder.parent / f"{described.folder.name}_metadata"
             typed = read_optional(folder / _JSON_FILES[0]).get("typed") is True
         return OrbaxTree(described.folder, bare=described.bare, typed_key=typed, processes=self._processes)
@@ -200,7 +199,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
     entries = {entry.name: entry.is_directory for entry in folder.entries()} if listed else {}
     for name in _KEYS:
         if entries.get(name):
-            return _Item(TREE, folder / name, bare=name == _KEYS[0], is_key=name == _KEYS[0])
+            return _Item(TREE, folder / name, bare=name == _KEYS[0])
     if _is_tree(folder, frozenset(entries)):
         return _Item(TREE, folder, bare=handler.endswith("ArrayCheckpointHandler"))
     if folder.name == METRICS_FOLDER and entries.get(METRICS_FOLDER) is False:

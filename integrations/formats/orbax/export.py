@@ -292,8 +292,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
             "readable in place; export a copy"
         )
     items = checkpoint.record.items
-    archives = [name for name, saved in items.items() if saved.is_archive]
-    if archives:
+    if archives := [name for name, saved in items.items() if saved.is_archive]:
         raise OptionError(
             f"{checkpoint.location}: {', '.join(archives)}: a zip file, in which Orbax finds no arrays; export a copy"
         )

@@ -146,25 +146,18 @@ def read_shardings(folder: Location) -> dict[str, Details]:
     """Return the shardings, keyed by array name. They are used only for display, so invalid ones are skipped."""
     shardings: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            details = _sharding(json.loads(text))
-            if details is not None:
-                shardings[base64.urlsafe_b64decode(encoded).decode("utf-8")] = details
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            shardings[base64.urlsafe_b64decode(encoded).decode("utf-8")] = _sharding(json.loads(text))
     return shardings
 
 
-def _sharding(fields: Any) -> Details | None:
-    sharding_type = _member(fields, "sharding_type")
-    if not isinstance(sharding_type, str):
-        return None
-    if sharding_type == "NamedSharding":
-        names, sizes, spec = fields.get("axis_names"), fields.get("shape"), fields.get("partition_spec")
-        if not isinstance(names, list) or not isinstance(sizes, list) or len(names) != len(sizes):
-            return None
-        axes = [[str(name), size] for name, size in zip(names, sizes, strict=True)]
-        return {"type": sharding_type, "mesh": {"axes": axes}, "spec": spec}
+def _sharding(fields: Any) -> Details:
+    details: Details = {"type": str(fields["sharding_type"])}
+    if details["type"] == "NamedSharding":
+        axes = [[str(name), size] for name, size in zip(fields["axis_names"], fields["shape"], strict=True)]
+        return {**details, "mesh": {"axes": axes}, "spec": fields.get("partition_spec")}
     device = fields.get("device_str")
-    return {"type": sharding_type, "device": device} if isinstance(device, str) else {"type": sharding_type}
+    return {**details, "device": device} if isinstance(device, str) else details
 
 
 class OrbaxTree(OtherTree):

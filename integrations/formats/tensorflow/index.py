@@ -109,20 +109,19 @@ class BundleHeader(NamedTuple):
     big_endian: bool
 
 
-class BundleSlice(NamedTuple):
-    """A slice of a tensor, given by the start and length along each axis; None selects the whole axis."""
+Slice = tuple[tuple[int, int] | None, ...]
+"""A slice of a tensor: the start and the length along each axis; None selects the whole axis."""
 
-    extents: tuple[tuple[int, int] | None, ...]
 
-    def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the start index and the shape of the slice in a tensor of the given shape."""
-        if len(self.extents) != len(shape):
-            raise DamagedCheckpointError(f"a slice has {len(self.extents)} axes, its tensor {len(shape)}")
-        extents = [(0, size) if extent is None else extent for extent, size in zip(self.extents, shape, strict=True)]
-        for (first, length), size in zip(extents, shape, strict=True):
-            if first < 0 or length < 0 or first + length > size:
-                raise DamagedCheckpointError(f"a slice begins at {first} and has {length} of {size}")
-        return tuple(first for first, _ in extents), tuple(length for _, length in extents)
+def box_of(extents: Slice, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the start index and the shape of a slice in a tensor of the given shape."""
+    if len(extents) != len(shape):
+        raise DamagedCheckpointError(f"a slice has {len(extents)} axes, its tensor {len(shape)}")
+    whole = [(0, size) if extent is None else extent for extent, size in zip(extents, shape, strict=True)]
+    for (first, length), size in zip(whole, shape, strict=True):
+        if first < 0 or length < 0 or first + length > size:
+            raise DamagedCheckpointError(f"a slice begins at {first} and has {length} of {size}")
+    return tuple(first for first, _ in whole), tuple(length for _, length in whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class BundleEntry:
     offset: int  # byte offset in the data file
     size: int  # size of the data in bytes
     checksum: int  # masked CRC-32C of the data
-    slices: tuple[BundleSlice, ...]  # the slices of the tensor; empty if it is not partitioned
+    slices: tuple[Slice, ...]  # the slices of the tensor; empty if it is not partitioned
 
     @property
     def dtype(self) -> DType | None:
@@ -161,9 +160,7 @@ def decode_entry(message: bytes, header: BundleHeader) -> BundleEntry:
     number_of_type, shard, offset, size, checksum = (signed(values.get(number, 0)) for number in (1, 3, 4, 5, 6))
     shape = _shape(content(values.get(2, b"")))
     stored = [content(value) for number, value in fields(message) if number == 7] if 7 in values else []
-    slices = tuple(
-        BundleSlice(tuple(_extent(content(value)) for number, value in fields(part) if number == 1)) for part in stored
-    )
+    slices = tuple(tuple(_extent(content(value)) for number, value in fields(part) if number == 1) for part in stored)
     entry = BundleEntry(number_of_type, shape, shard, offset, size, checksum, slices)
     if not (0 <= shard < max(header.shards, 1) and 0 <= offset <= _LARGEST and 0 <= size <= _LARGEST):
         raise DamagedCheckpointError(f"it claims {size} bytes at offset {offset} of file {shard} of {header.shards}")
@@ -173,16 +170,15 @@ def decode_entry(message: bytes, header: BundleHeader) -> BundleEntry:
     return entry
 
 
-def slice_key(name: bytes, extents: BundleSlice) -> bytes:
+def slice_key(name: bytes, extents: Slice) -> bytes:
     """Return the table key of a slice, in the encoding of ``core/lib/strings/ordered_code.cc``.
 
-    >>> slice_key(b"w", BundleSlice(((64, 2), None))).hex()
+    >>> slice_key(b"w", ((64, 2), None)).hex()
     '007700010102c04082807f'
     """
     key = b"\0" + b"".join(_ESCAPES.get(byte, bytes([byte])) for byte in name) + b"\0\1"
-    rank = len(extents.extents)
-    key += bytes([1, rank]) if rank else b"\0"
-    for extent in extents.extents:
+    key += bytes([1, len(extents)]) if extents else b"\0"
+    for extent in extents:
         first, length = (0, -1) if extent is None else extent
         key += ordered(first) + ordered(length)
     return key

@@ -32,6 +32,7 @@ from .index import (
     STRING,
     VARIANT,
     BundleEntry,
+    box_of,
     content,
     decode_entry,
     decode_header,
@@ -65,9 +66,7 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
 
 def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return text as an object array of bytes."""
-    objects = np.empty(len(texts), object)
-    objects[:] = texts
-    return objects.reshape(shape)
+    return np.fromiter(texts, object, len(texts)).reshape(shape)
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
@@ -184,7 +183,7 @@ class Bundle:
     def _parts(self, name: str, entry: BundleEntry) -> list[StoredPart]:
         parts = [] if entry.slices else [self._part(entry, (0,) * len(entry.shape))]
         for extents in entry.slices:
-            start, shape = extents.box(entry.shape)
+            start, shape = box_of(extents, entry.shape)
             stored = self._slices.get(slice_key(name.encode(), extents))
             if stored is None or stored.slices or (stored.kind, stored.shape) != (entry.kind, shape):
                 raise DamagedCheckpointError(f"its slice at {list(start)} of shape {list(shape)} is missing")

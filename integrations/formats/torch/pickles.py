@@ -179,10 +179,6 @@ class _Machine:
         elif not isinstance(target, Inert):
             raise ValueError(f"it sets a key of a {type(target).__name__}")
 
-    def dictionary(self, items: list[Any]) -> None:
-        self.stack.append({})
-        self.update(items)
-
     def key(self, value: Any) -> Any:
         # Hashing nested shared tuples takes exponential time, and deep nesting would overflow the interpreter's stack.
         inner = value if type(value) is tuple else (value,)
@@ -217,9 +213,7 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     "MARK": lambda m, _: m.stack.append(_MARK),
     "POP": lambda m, _: m.stack.pop(),
     "POP_MARK": lambda m, _: m.pop_mark(),
-    "DUP": lambda m, _: m.stack.append(m.top()),
     "EMPTY_LIST": lambda m, _: m.stack.append([]),
-    "LIST": lambda m, _: m.stack.append(m.pop_mark()),
     "APPEND": lambda m, _: m.append(m.pop_last(1)),
     "APPENDS": lambda m, _: m.append(m.pop_mark()),
     "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
@@ -228,7 +222,6 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop_last(2))),
     "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop_last(3))),
     "EMPTY_DICT": lambda m, _: m.stack.append({}),
-    "DICT": lambda m, _: m.dictionary(m.pop_mark()),
     "SETITEM": lambda m, _: m.update(m.pop_last(2)),
     "SETITEMS": lambda m, _: m.update(m.pop_mark()),
     "EMPTY_SET": lambda m, _: m.stack.append(set()),

@@ -32,7 +32,7 @@ import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, private_api
 from holdfast.integrations.lightning.loader_states import capture_generators, restore_generators
 from holdfast.integrations.lightning.private_api import LoopHooks, check_version, missing_names
-from holdfast.integrations.lightning.saving import Copies, MetricsLedger
+from holdfast.integrations.lightning.saving import MetricsLedger, copied
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 
@@ -60,8 +60,8 @@ def test_tensors_come_back_with_their_strides(tmp_path: Any) -> None:
     }
     checkpoint = {"state_dict": tensors, "optimizer_states": [{"state": {0: tensors}}], "callbacks": {"other": tensors}}
     found = through_disk(checkpoint, tmp_path / "checkpoint")
-    copies = Copies()
-    for tree in (found, copies.of(checkpoint), copies.of(checkpoint)):
+    buffers: dict[Any, torch.Tensor] = {}
+    for tree in (found, copied(checkpoint, buffers), copied(checkpoint, buffers)):
         for each in (tree["state_dict"], tree["optimizer_states"][0]["state"][0], tree["callbacks"]["other"]):
             for name, value in each.items():
                 assert torch.equal(value, tensors[name]), name
