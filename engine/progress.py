@@ -35,12 +35,8 @@ class Progress(Protocol):
         """Increase the number of processed bytes."""
 
 
-class _Null:
-    def expect(self, nbytes: int) -> None:
-        return
-
-    def advance(self, nbytes: int) -> None:
-        return
+class _Null(Progress):
+    """Ignores all progress."""
 
 
 NULL: Progress = _Null()
