@@ -22,13 +22,15 @@ class Clock(Protocol):
         """Return the time in seconds on a clock that never goes backwards; only differences are meaningful."""
 
 
-class SystemClock(Clock):
+class SystemClock:
     """The system clock."""
 
     def now(self) -> float:
+        """Return the wall-clock time in seconds since 1970-01-01 UTC."""
         return time.time()
 
     def monotonic(self) -> float:
+        """Return the time in seconds on a clock that never goes backwards."""
         return time.monotonic()
 
 
