@@ -35,8 +35,12 @@ class Progress(Protocol):
         """Increase the number of processed bytes."""
 
 
-class _Null(Progress):
-    """Ignores all progress."""
+class _Null:
+    def expect(self, nbytes: int) -> None:
+        return
+
+    def advance(self, nbytes: int) -> None:
+        return
 
 
 NULL: Progress = _Null()
