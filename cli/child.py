@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.manager import EVENTS, finite
-from ..engine.observer import DRILL, Observer, Point, Unobserved
+from ..engine.observer import DRILL, Observer, Point
 from ..engine.storage import append_line
 
 ENTRY = f"{__name__}:observer"
@@ -34,7 +34,7 @@ _logger = logging.getLogger("holdfast")
 
 def observer() -> Observer:
     """Return this process's observer: a heartbeat or, under ``holdfast drill``, a rehearsal with a heartbeat."""
-    heartbeat: Observer = Unobserved()
+    heartbeat = Observer()
     if folder := os.environ.get(SUPERVISOR):
         try:
             heartbeat = Heartbeat(Path(folder))

@@ -35,10 +35,6 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def renew(self) -> None:
-        """Replace the lock with an unlocked one."""
-        self._lock = self._make()
-
 
 class cached_property(Generic[_T]):  # noqa: N801 - named like functools.cached_property
     """``functools.cached_property`` without its lock, which all instances of a class share in Python 3.11."""
@@ -66,7 +62,7 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 def _renew() -> None:
     for lock in list(_locks):
-        lock.renew()
+        lock._lock = lock._make()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -174,21 +174,17 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
         if not entries:
             break
         shares = shares_of(progress, entries)
-        verified = [_verify_listed(entry.location, entry.step, next(shares)) for entry in entries]
-        if results := tuple(result for result in verified if result is not None):
+        results = []
+        for entry, share in zip(entries, shares, strict=True):
+            with share, contextlib.suppress(CheckpointNotFoundError):  # a run may have deleted the step since
+                results.append(_verify(entry.location, entry.step, share))
+        if results:
             strays = stray_folders(location, None, entries)
-            return VerifyReport(checkpoints=results, strays=tuple(str(entry.location) for entry in strays))
+            return VerifyReport(checkpoints=tuple(results), strays=tuple(str(entry.location) for entry in strays))
     location = find_checkpoint(location, step)
     (share,) = shares_of(progress, [StepEntry(0, location)])
     with share:
         return VerifyReport(checkpoints=(_verify(location, step, share),))
-
-
-def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step in a directory, or return None if a run has deleted the step since the directory was listed."""
-    with share, contextlib.suppress(CheckpointNotFoundError):
-        return _verify(location, step, share)
-    return None
 
 
 def _verify(location: Location, step: int | None, share: Share) -> CheckpointVerification:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .errors import StateError
 
@@ -31,7 +31,7 @@ the background), ``commit`` immediately precedes the writing of its commit recor
 T = TypeVar("T")
 
 
-class Observer(Protocol):
+class Observer:
     """Base class for observers of a process's runs. Its methods do nothing unless a subclass overrides them."""
 
     def place(self, url: str, *, writes: bool) -> str:
@@ -49,7 +49,6 @@ class Observer(Protocol):
         Args:
             url: A URL or an absolute path.
         """
-        return
 
     def options(self, options: T) -> T:
         """Return the ``CheckpointManagerOptions`` that a manager should use instead of ``options``."""
@@ -57,7 +56,6 @@ class Observer(Protocol):
 
     def joins(self, process: int, count: int) -> None:
         """Called when process ``process`` of the ``count`` processes that save together creates a manager."""
-        return
 
     def wants(self, step: int) -> str | None:
         """Return a reason to save a step even though no trigger is due, or None."""
@@ -69,15 +67,9 @@ class Observer(Protocol):
 
     def reached(self, point: Point, step: int | None) -> None:
         """Called when the run passes a point (see `Point`), on the same thread. A point may be passed several times."""
-        return
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Called with each event of a run (see ``docs/events.md``), with ``directory`` and ``process`` added."""
-        return
-
-
-class Unobserved(Observer):
-    """An observer that does nothing."""
 
 
 @functools.cache
@@ -85,7 +77,7 @@ def process_observer() -> Observer:
     """Return the observer that ``HOLDFAST_OBSERVER`` names; if the variable is not set, one that does nothing."""
     name = os.environ.get(OBSERVER)
     if not name:
-        return Unobserved()
+        return Observer()
     import pkgutil  # imported lazily, because few processes are observed
 
     try:
@@ -115,8 +107,7 @@ def _check_no_stray() -> None:
             with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
                 variables, stat = environ.read().split(b"\0"), status.read()
         except OSError:  # the process belongs to another user, or there is no /proc
-            return
-        folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
+            folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
     if not folder:
         return

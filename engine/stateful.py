@@ -24,20 +24,8 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError, shortened
 from .format import is_inside
-from .generators import (
-    GlobalGenerators,
-    generator_state,
-    is_generator,
-    set_generator_state,
-)
-from .loaders import (
-    SkippedLoader,
-    generators_of,
-    is_torchdata_loader,
-    nodes_of,
-    samplers_of,
-    warn_of_new_workers,
-)
+from .generators import GlobalGenerators, generator_state, is_generator, set_generator_state
+from .loaders import SkippedLoader, generators_of, is_torchdata_loader, nodes_of, samplers_of, warn_of_new_workers
 from .pytree import decode_state, encode_plain, encode_state, is_plain, loaded
 
 _logger = logging.getLogger("holdfast")

@@ -23,10 +23,10 @@ from .leaves import (
     LeafProblem,
     StaticLeaf,
     ValueLeaf,
+    for_each_leaf,
     is_jax_abstract,
     is_jax_array,
     library_of,
-    report_problems,
 )
 from .torch_leaves import TorchDescriber, have_facts, is_dtensor, is_small, small_facts
 from .torch_leaves import template_facts as torch_facts
@@ -40,17 +40,10 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
     If ``pinned_bytes`` is not 0, the caller must take a snapshot of the described leaves. The snapshot then copies
     arrays from accelerators and uses at most ``pinned_bytes`` bytes of pinned memory.
     """
-    leaves: list[ArrayLeaf | ValueLeaf] = []
-    problems: list[tuple[str, str]] = []
+    summary = "these leaves cannot be saved, and nothing was written"
     with collection_paused():
         describers = _describers(values, pinned_bytes)
-        for index, value in enumerate(values):
-            try:
-                leaves.append(describers[type(value)](value))
-            except LeafProblem as problem:
-                problems.append((names[index], str(problem)))
-    report_problems(problems, "these leaves cannot be saved, and nothing was written")
-    return leaves
+        return for_each_leaf(names, values, lambda value: describers[type(value)](value), summary)
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
@@ -62,7 +55,7 @@ def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describ
     describers: dict[type, _Describe] = {}
     if of_jax:
         arrays = JaxDescriber([value for value in values if type(value) in of_jax], pinned_bytes)
-        describers = {kind: arrays.describe_key if is_key(types[kind]) else arrays.describe for kind in of_jax}
+        describers = dict.fromkeys(of_jax, arrays.describe)
     if of_torch:
         tensors = TorchDescriber([value for value in values if type(value) in of_torch], later=pinned_bytes > 0)
         for kind in of_torch:
@@ -87,16 +80,14 @@ _FACTS_OF: dict[str | None, Callable[[Any], Any]] = {"jax": jax_facts, "torch": 
 
 def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise the error that `describe` would raise for these leaves. Nothing is copied; abstract leaves are accepted."""
-    problems: list[tuple[str, str]] = []
-    for name, value in zip(names, values, strict=True):
-        try:
-            if (facts_of := _FACTS_OF.get(library_of(value))) is not None:
-                facts_of(value)
-            elif not (value is ... or isinstance(value, LeafMetadata | PackedNumbers) or is_jax_abstract(value)):
-                _describer(value)(value)
-        except LeafProblem as problem:
-            problems.append((name, str(problem)))
-    report_problems(problems, "these leaves cannot be saved")
+    for_each_leaf(names, values, _check_leaf, "these leaves cannot be saved")
+
+
+def _check_leaf(value: Any) -> None:
+    if (facts_of := _FACTS_OF.get(library_of(value))) is not None:
+        facts_of(value)
+    elif not (value is ... or isinstance(value, LeafMetadata | PackedNumbers) or is_jax_abstract(value)):
+        _describer(value)(value)
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
@@ -202,7 +193,7 @@ class KnownLeaves:
             groups["other" if is_alone else kind].append(position)
         # Positions of numpy arrays; small host tensors; single-device jax arrays; numbers or None; and other leaves.
         self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
-        self.tensor_facts = small_facts([values[position] for position in self.tensors]) if self.tensors else []
+        self.tensor_facts = small_facts([values[position] for position in self.tensors])
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
         self._whole = WholeArrays([values[position] for position in self.whole])
         self._others = [_facts(leaves[position]) for position in self.others]

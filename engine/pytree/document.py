@@ -106,7 +106,6 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-_FEW = 8  # maximum number of keys to search for one by one; for more keys, a loop over all children is faster
 _Progress = Sequence[tuple[Pattern, Collection[int]]]  # (pattern, positions reached in it so far); see `Pattern`
 
 
@@ -122,11 +121,8 @@ class _Lookup:
         """Reduce a container to its matching leaves; None if no leaf matches. ``number`` leaves precede it."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
-        try:
-            text = "\n".join(["", *segments, ""])
-        except TypeError:  # some keys are not strings
+        if set(map(type, segments)) - {str}:  # some keys are not strings
             segments = _decode_keys(stored, "", {})[1]
-            text = "\n".join(["", *segments, ""])
         wild: list[tuple[Pattern, Collection[int]]] = []
         literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns, keyed by the next key to match
         for pattern, positions in progress:
@@ -134,16 +130,10 @@ class _Lookup:
             for entries in [wild] if keys is None else [literal.setdefault(each, []) for each in {*keys}]:
                 entries.append((pattern, positions))
         indices: Iterable[int] = range(len(children))
-        if not wild:  # avoid a Python loop over the children
+        if not wild:  # look only at children that a literal key can match, also before an escaped dot
             texts = {each.replace(".", "%2E") for each in literal}
-            if len(texts) <= _FEW and not any(f"\n{each}%2E" in text for each in texts):
-                offsets = [text.find(f"\n{each}\n") for each in texts]
-                indices = sorted(text.count("\n", 0, offset) for offset in offsets if offset >= 0)
-            elif "%2E" in text:  # an escaped dot may separate several pattern keys
-                heads = ((each, each.partition("%2E")[0]) for each in segments)
-                indices = compress(indices, [not texts.isdisjoint(each) for each in heads])
-            else:
-                indices = compress(indices, map(texts.__contains__, segments))
+            heads = ((each, each.partition("%2E")[0]) for each in segments)
+            indices = compress(indices, [not texts.isdisjoint(each) for each in heads])
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:
@@ -258,7 +248,7 @@ def _decode_key(stored: Any) -> tuple[Key, str]:
     if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:
         return stored, str(stored)
     if isinstance(stored, list):
-        key = plain_key(_decode_tuple(stored))
+        key = plain_key(tuple([_decode_key(part)[0] for part in stored]))
         return key, escape_key(repr(key))
     raise ValueError(f"{stored!r:.80}; keys are str, int or lists of them")
 
@@ -271,12 +261,6 @@ def _encode_key(key: Key) -> Any:
     if isinstance(key, str):
         return escape_key(key)
     return list(map(_encode_key, key)) if isinstance(key, tuple) else key
-
-
-def _decode_tuple(stored: Any) -> Any:
-    if isinstance(stored, list):
-        return tuple(map(_decode_tuple, stored))
-    return unescape_key(stored) if isinstance(stored, str) else stored
 
 
 def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None], label: str | None = None) -> TreeDef:

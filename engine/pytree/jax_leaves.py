@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
@@ -19,24 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .host_leaves import check_storable, native
-from .leaves import (
-    WEAK,
-    ArrayLeaf,
-    Box,
-    Details,
-    LeafProblem,
-    Part,
-    Piece,
-    PinnedLeaf,
-    jax,
-    joined_parts,
-)
+from .leaves import WEAK, ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLeaf, jax, joined_parts
 
 _logger = logging.getLogger("holdfast")
 
 PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
 _FEW = 64  # device ids are not stored for meshes with more devices than this
-_ORIGINS = [(0,) * axes for axes in range(65)]
 
 
 def is_key(value: Any) -> bool:
@@ -81,33 +69,28 @@ class JaxDescriber:
         return self._hosted.get(id(value))
 
     def describe(self, value: Any) -> ArrayLeaf:
-        return self._described(value, self._fetched(value))
+        """Describe an array; typed keys are stored as their key data."""
+        try:
+            leaf = self._described(self._data_of(value), self._fetched(value))
+        except RuntimeError as error:
+            if value.is_deleted():
+                raise LeafProblem("was deleted or donated; save the array that replaced it") from error
+            raise
+        if is_key(value):
+            leaf.details = {**leaf.details, "kind": "key", "impl": str(jax.random.key_impl(value))}
+        return leaf
 
     def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
         """Describe an array; ``hosted`` holds the host copies of its parts, if they have already been copied."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
-        try:
-            if sharding.whole:
-                array: NDArray[Any] = np.asarray(value) if hosted is None else hosted[0]
-                pieces = [Piece(_ORIGINS[array.ndim], array)]
-                return kind(array.dtype, array.shape, pieces, False, sharding.details_of(value))
-            shards = _shards(value)
-            arrays = hosted or [np.asarray(data) for _, data in shards]
-        except RuntimeError as error:
-            raise _deleted(value, error) from error
+        if sharding.whole:
+            return kind.of(np.asarray(value) if hosted is None else hosted[0], sharding.details_of(value))
+        shards = _shards(value)
+        arrays = hosted or [np.asarray(data) for _, data in shards]
         pieces = [Piece(start, array) for (start, _), array in zip(shards, arrays, strict=True)]
         parts = None if sharding.local else parts_of(sharding.sharding, value.shape)
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
-
-    def describe_key(self, value: Any) -> ArrayLeaf:
-        """Describe a typed key array, which is stored as its key data."""
-        try:
-            leaf = self._described(self._data_of(value), self._fetched(value))
-        except RuntimeError as error:
-            raise _deleted(value, error) from error
-        leaf.details = {**leaf.details, "kind": "key", "impl": str(jax.random.key_impl(value))}
-        return leaf
 
     def _data_of(self, value: Any) -> Any:
         """Return the data of typed keys as a jax array (jax 0.5 may return a numpy array); keep other arrays as is."""
@@ -198,13 +181,10 @@ class HostCopies:
                 jax.block_until_ready(list(self._pinned.values()))
             except RuntimeError as error:
                 self._go_without(error)
-        pinned = self._pinned
         if not self._arrays:  # if there are no arrays, the program may not have imported jax
             return []
+        pinned, numbered = self._pinned, enumerate(self._arrays)
         with jax.transfer_guard("allow"):
-            if not pinned:
-                return list(map(np.asarray, self._arrays))
-            numbered = enumerate(self._arrays)
             return [pinned[number] if number in pinned else np.asarray(array) for number, array in numbered]
 
     def _go_without(self, error: RuntimeError) -> None:
@@ -290,12 +270,6 @@ def _box_of(index: Sequence[Any] | None, shape: Sequence[int]) -> Box:
     return Box(tuple([low for low, _ in bounds]), tuple([max(low, high) for low, high in bounds]))
 
 
-def _deleted(value: Any, error: RuntimeError) -> Exception:
-    if value.is_deleted():
-        return LeafProblem("was deleted or donated; save the array that replaced it")
-    return error
-
-
 def template_facts(value: Any) -> tuple[Any, ...]:
     """Return (kind, stored shape, stored dtype, the leaf itself, variant, is weak, sharding) for a template leaf."""
     dtype = value.dtype
@@ -367,15 +341,13 @@ def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
 
 def _saved_devices(saved: Details, mesh: Any) -> tuple[int, ...] | None:
     """Return the device ids of the saved mesh, if it has the same axes and all its devices are available."""
-    sharding = saved.get("sharding")
-    facts = sharding.get("mesh") if isinstance(sharding, dict) else None
-    if not isinstance(facts, dict) or facts.get("axes") != [[str(name), size] for name, size in mesh.shape.items()]:
+    try:
+        axes, numbers = (saved["sharding"]["mesh"][key] for key in ("axes", "devices"))
+        are_available = len(numbers) == len(set(numbers)) == mesh.size and set(numbers) <= set(_all_devices())
+    except (KeyError, TypeError):  # saved without a mesh or the ids of its devices
         return None
-    numbers = facts.get("devices")
-    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-        return None
-    fits = len(numbers) == len(set(numbers)) == mesh.size and set(numbers) <= set(_all_devices())
-    return tuple(numbers) if fits else None
+    has_axes = axes == [[str(name), size] for name, size in mesh.shape.items()]
+    return tuple(numbers) if has_axes and are_available else None
 
 
 def _on(mesh: Any, sharding: Any) -> Any:
@@ -450,7 +422,8 @@ def put(new: Sequence[NewArray]) -> list[Any]:
             shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     same = len(set(map(id, shardings))) == 1
     results = []
-    with _unguarded():
+    # Saved values may fail the program's checks for NaN and infinity, and its transfer guards mean implicit copies.
+    with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         placed = iter(jax.device_put(hosts, shardings[0] if same else shardings))
         for (sharding, shape, dtype, _, implementation, weak), is_divided in zip(new, are_spread, strict=True):
             if is_divided:
@@ -464,13 +437,6 @@ def put(new: Sequence[NewArray]) -> list[Any]:
                 array = _weakening(array.sharding if array.committed else None)(array)
             results.append(array)
     return results
-
-
-@contextlib.contextmanager
-def _unguarded() -> Iterator[None]:
-    """Suspend the program's transfer guards and its checks for NaN and infinity, because saved values may fail them."""
-    with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
-        yield
 
 
 @lru_cache(maxsize=64)

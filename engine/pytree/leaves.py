@@ -7,16 +7,18 @@ import json
 import math
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add, lt, sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
 from .names import format_path
+
+T = TypeVar("T")
 
 # JSON facts about a leaf for ``tree.json``, including at least its "kind". Leaves share these dicts; never modify them.
 Details = dict[str, Any]
@@ -77,6 +79,7 @@ class _Framework:
 
 
 jax: Any = _Framework("jax")
+ml_dtypes: Any = _Framework("ml_dtypes")  # lazy as well, because numpy's own dtypes do not need it
 nnx: Any = _Framework("flax.nnx")
 torch: Any = _Framework("torch")
 
@@ -221,8 +224,21 @@ class ValueLeaf:
     details: Details
 
 
-class LeafProblem(TypeError):  # noqa: N818 - collected by `describe` and `describe_template`, users never see it
+class LeafProblem(TypeError):  # noqa: N818 - collected by `for_each_leaf`, users never see it
     """Raised for a leaf that cannot be saved or used as a template; the message gives the reason."""
+
+
+def for_each_leaf(names: Sequence[str], values: Sequence[Any], function: Callable[[Any], T], summary: str) -> list[T]:
+    """Call a function with each leaf; raise one error for all leaves for which it raises LeafProblem."""
+    results: list[T] = []
+    problems: list[tuple[str, str]] = []
+    for name, value in zip(names, values, strict=True):
+        try:
+            results.append(function(value))
+        except LeafProblem as problem:
+            problems.append((name, str(problem)))
+    report_problems(problems, summary)
+    return results
 
 
 def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
@@ -273,13 +289,11 @@ class Saved:
         if not isinstance(sharding, dict):
             return ""
         if sharding.get("type") == "NamedSharding":
-            mesh = sharding.get("mesh")
-            axes = mesh.get("axes") if isinstance(mesh, dict) else None
-            pairs = (
-                [axis for axis in axes if isinstance(axis, list) and len(axis) == 2] if isinstance(axes, list) else []
-            )
-            shown = ", ".join(f"{name}={size}" for name, size in pairs)
-            return f"{json.dumps(sharding.get('spec'))} over ({shown})"
+            try:
+                axes = ", ".join(f"{name}={size}" for name, size in sharding["mesh"]["axes"])
+            except (KeyError, TypeError, ValueError):  # no save writes such a mesh
+                axes = ""
+            return f"{json.dumps(sharding.get('spec'))} over ({axes})"
         return str(sharding.get("device") or sharding.get("type") or "")
 
     def __str__(self) -> str:

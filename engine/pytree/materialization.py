@@ -19,7 +19,7 @@ from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
 from .flattening import collection_paused, unpack_numbers
 from .host_leaves import decode_bytes, decode_value, number_kind
-from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBER_TYPES, NUMBERS, STATIC, Box, Part, Saved, spell, whole
+from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBER_TYPES, NUMBERS, STATIC, Box, Part, Saved, ml_dtypes, spell, whole
 from .names import format_path
 from .template import LeafTemplate
 
@@ -63,13 +63,6 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
     return cast_checked(np.asarray(value), dtype)
 
 
-def _limits() -> Any:
-    """Return the ml_dtypes module, whose iinfo and finfo support all dtypes."""
-    import ml_dtypes  # imported lazily, because numpy's own dtypes do not need it
-
-    return ml_dtypes
-
-
 def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """Return a 0-d array that holds a Python number exactly, including NaN and -0.0; None if that is impossible."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
@@ -91,13 +84,13 @@ def _bad(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
 def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     bad = np.asarray(result.astype(source.dtype) != source)
     for before, after in ((source, result), (result, source)):
-        if before.dtype.kind == "b" or not _limits().iinfo(before.dtype).min:
+        if before.dtype.kind == "b" or not ml_dtypes.iinfo(before.dtype).min:
             bad |= after < np.zeros((), after.dtype)  # the cast kept the bits but changed the sign
     return bad
 
 
 def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    info = _limits().iinfo(dtype)
+    info = ml_dtypes.iinfo(dtype)  # unlike numpy's, it supports all dtypes
     # Both bounds are exact as floats, because they are zero or powers of two.
     wide = source if source.dtype.kind == "f" and source.dtype.itemsize >= 8 else source.astype(np.float64)
     fits = (wide >= float(info.min)) & (wide < float(int(info.max) + 1)) & (np.trunc(wide) == wide)
@@ -113,7 +106,7 @@ def _bad_float(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     before, after = _wide(source), _wide(result)
     bad = (np.isnan(before) != np.isnan(after)) | (np.isinf(before) != np.isinf(after))
     if saturates:
-        bad |= np.abs(before) > float(_limits().finfo(result.dtype).max)
+        bad |= np.abs(before) > float(ml_dtypes.finfo(result.dtype).max)
     return np.asarray(bad)
 
 

@@ -29,10 +29,10 @@ from .leaves import (
     Saved,
     StaticLeaf,
     ValueLeaf,
+    for_each_leaf,
     is_jax_abstract,
     library_of,
     metadata_of,
-    report_problems,
     required,
     spell,
 )
@@ -68,17 +68,11 @@ class LeafTemplate:
 
 def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafTemplate]:
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
-    templates: list[LeafTemplate] = []
-    problems: list[tuple[str, str]] = []
-    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # one function per leaf type, because there are few types
-    for name, value in zip(names, values, strict=True):
-        facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
-        try:
-            templates.append(LeafTemplate(name, *facts_of(value)))
-        except LeafProblem as problem:
-            problems.append((name, str(problem)))
-    report_problems(problems, "these leaves of the template cannot be loaded")
-    return templates
+    # One function per leaf type, because there are few types.
+    by_type = {kind: _facts_of(value) for kind, value in dict(zip(map(type, values), values, strict=True)).items()}
+    summary = "these leaves of the template cannot be loaded"
+    facts = for_each_leaf(names, values, lambda value: by_type[type(value)](value), summary)
+    return [LeafTemplate(name, *fact) for name, fact in zip(names, facts, strict=True)]
 
 
 def _facts_of(value: Any) -> Callable[[Any], TemplateFacts]:

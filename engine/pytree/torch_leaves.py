@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..forks import cached_property
 from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
-from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, joined_parts, torch
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, joined_parts, ml_dtypes, torch
 
 COMMON_DTYPES = frozenset({
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -204,8 +204,6 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
     """Return how the torch dtype with this name is stored, without importing torch."""
     dtype, variant = _PAIRED.get(name, name), name if name in _PAIRED else None
     if dtype not in COMMON_DTYPES:
-        import ml_dtypes  # imported lazily, because most programs without torch do not need it
-
         is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
         # Torch has no operations for any other dtypes, such as sub-byte integers, so these are stored as bytes.
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
@@ -268,11 +266,8 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
     of_torch = getattr(torch, name, None)
     if dtype.kind not in "biufcV" or not isinstance(of_torch, torch.dtype):
         return None
-    import ml_dtypes
-
     encoding = encoding_of(of_torch)
-    same = dtype.newbyteorder("=") in (encoding.dtype, getattr(ml_dtypes, name, None))
-    return name if encoding.variant is None and same else None
+    return name if encoding.variant is None and dtype.newbyteorder("=") == encoding.dtype else None
 
 
 def tensor_like(saved: Saved) -> Any | None:

@@ -20,7 +20,7 @@ from holdfast.cli.drill.rehearsal import Rehearsal
 from holdfast.engine import fingerprints
 from holdfast.engine.fingerprints import STATELESS, Fingerprints, facts
 from holdfast.engine.manager import read_events
-from holdfast.engine.observer import Observer, Point, Unobserved
+from holdfast.engine.observer import Observer, Point
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
 
     def begin(plan: DrillPlan) -> tuple[Rehearsal, list[tuple[int, int]]]:
         plan.write(tmp_path)
-        rehearsal = Rehearsal(tmp_path, Unobserved())
+        rehearsal = Rehearsal(tmp_path, Observer())
         sent: list[tuple[int, int]] = []
         module = "holdfast.cli.drill.rehearsal.os"
         monkeypatch.setattr(f"{module}.kill", lambda _, number: sent.append((len(rehearsal._steps), number)))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.observer import Unobserved
+from holdfast.engine.observer import Observer
 from holdfast.integrations.loop.preemption import PreemptionSignal
 from holdfast.integrations.loop.stopping import StepsAfterSignal
 from holdfast.integrations.loop.witnessing import Proof
@@ -545,7 +545,7 @@ def steps_after(now: list[float], given: dict[str, Any], *, alone: bool = True) 
     preemption = PreemptionSignal()
     options = CallbackOptions(witness_steps_after_signal=given.get("most", 4), grace_secs=given.get("grace"))
     processes = SimpleNamespace(alone=alone, decide=lambda what, decide: decide())
-    manager: Any = SimpleNamespace(observer=Unobserved(), processes=processes)
+    manager: Any = SimpleNamespace(observer=Observer(), processes=processes)
     after = StepsAfterSignal(options, manager, preemption)
     for pause in (0.0, *given.get("pauses", [0.01])):
         now[0] += pause
