@@ -392,10 +392,15 @@ def bare_variable(value: Any) -> Any:
     return _value(value) if _kind(value) == VARIABLE and is_torch_tensor(_value(value)) else value
 
 
-def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
+def keras_children(
+    value: Any, order: list[int] | None = None, saved: Iterable[str] = (), *, numbered: bool = False
+) -> list[tuple[str, Any]]:
     """Return a Keras object's variables, layers and optimizer by name, plus the internal lists named in ``saved``."""
-    # `order` gives, for each optimizer parameter, the index of its values in the saved lists.
+    # `order` gives, for each optimizer parameter, the index of its values in the saved lists. With `numbered`, the
+    # names are those of earlier versions.
     pairs = _parts(value)
+    if numbered:
+        return _numbered(pairs)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
@@ -412,11 +417,6 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
         part = [operation if id(operation) in wanted else None for operation in operations]
         named.append((name, part if name == "_operations" else {"_operations": part}))
     return _numbered([*named, *(pair for pair in pairs if id(pair[1]) not in listed)])
-
-
-def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return a Keras object's variables, layers and optimizer under the names that earlier versions used."""
-    return _numbered(_parts(value))
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:

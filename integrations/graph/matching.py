@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...engine.pytree import NUMBERS, is_optimizer, is_python_value, is_torch_tensor, unescape_key
-from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options
+from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, keras_children
 from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, Attachment, PartSlot, PartState, Path, Slot, format_node_path
@@ -164,14 +164,14 @@ class Matching:
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
-        edges = {edge.segment: edge for edge in self._edges(number, view)}
+        edges = {edge.segment: edge for edge in self._edges(number, _rooted(value), view)}
         within = visit.within | {id(value)} if view.functional else frozenset()
         if not self.has_unmatched:
             new = (edge.value for segment, edge in edges.items() if segment not in saved)
             self.has_unmatched = any(not is_python_value(value) for value in new)
-        owner = visit.slot if isinstance(value, dict) and not view.functional else None
-        if self._final and type(value) in (dict, OrderedDict) and not view.functional:
-            keys = self.values.keys(number)
+        is_dict = isinstance(value, dict) and not view.functional
+        owner, keys = (visit.slot, self.values.keys(number)) if is_dict else (None, {})
+        if self._final and is_dict and type(value) in (dict, OrderedDict):
             order = [keys.get(segment, unescape_key(segment)) for segment in {**keys, **saved}]
             self.orders += [] if [*value] == order else [(value, order)]
         for segment, child in saved.items():
@@ -183,7 +183,7 @@ class Matching:
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
                 kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict.__setitem__ would lose the order
-                add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
+                add = partial(kind.__setitem__, value, keys.get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
@@ -191,22 +191,22 @@ class Matching:
                 if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
-    def _edges(self, number: int, view: Branch) -> list[Edge]:
+    def _edges(self, number: int, value: Any, view: Branch) -> list[Edge]:
         """Return an object's edges, named and ordered as in the checkpoint."""
-        if view.numbered is None or view.listed is None:
+        if view.edges_to is None:
             return view.edges
         if self.graph.numbers_keras:
-            return view.numbered()
+            return view.edges_to(keras_children(value, numbered=True))
         node = self.graph.nodes[number]
         listed = node.edges.get("_trainable_variables")  # TensorFlow's list of parameters
         in_lists = [] if listed is None else list(self.graph.nodes[listed].edges.values())
         saved = node.groups[0] if node.groups else in_lists
         if not view.parameters or not saved:
-            return view.listed(None, node.edges)
+            return view.edges_to(keras_children(value, saved=node.edges))
         bound = [{node for node, _ in self.bindings.of(parameter)} for parameter in view.parameters]
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
-            return view.listed(order, ())
+            return view.edges_to(keras_children(value, order))
         return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters do not match
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:

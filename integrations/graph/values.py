@@ -78,7 +78,6 @@ class SavedValues:
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
         self.aliases = defaultdict[int, set[int]](set)  # nodes stored elsewhere, keyed by container; set by `below`
         self.sharing: set[int] = set()  # containers whose inner containers are also used elsewhere; set by `below`
-        self._keys: dict[int, dict[str, Any]] = {}  # container keys, keyed by node, then by edge name
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
@@ -110,11 +109,10 @@ class SavedValues:
 
     def keys(self, number: int) -> dict[str, Any]:
         """Return the keys of a saved container, keyed by edge name."""
-        if number not in self._keys:
-            stored = self._container(number)
-            keys = () if stored is None else stored.keys or range(len(stored.children))
-            self._keys[number] = dict(zip(() if stored is None else stored.segments, keys, strict=True))
-        return self._keys[number]
+        stored = self._container(number)
+        if stored is None:
+            return {}
+        return dict(zip(stored.segments, stored.keys or range(len(stored.children)), strict=True))
 
     def _container(self, number: int) -> TreeDef | None:
         return self._stored.containers.get(self._graph.container_name(number))

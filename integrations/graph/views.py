@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,7 +49,6 @@ from .frameworks import (
     keras_kind,
     module_children,
     nnx_children,
-    numbered_children,
     variable_accessors,
     why_not_saved,
 )
@@ -79,9 +78,7 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds the object instead of changing it
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
-    # Keras only: `listed` returns edges in a given parameter order; `numbered` uses the edge names of earlier versions.
-    listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
-    numbered: Callable[[], list[Edge]] | None = None
+    edges_to: Callable[[list[tuple[str, Any]]], list[Edge]] | None = None  # Keras only: edges to children as named
 
 
 @dataclass(slots=True)
@@ -208,8 +205,11 @@ def _with_root(node: Node | Part, edges: list[Edge]) -> View:
     view = classify(root, Attachment(node, (), root))
     if not isinstance(view, Branch) or view.optimizer is not None or view.functional:
         return Unsaved(f"the root is a {class_name(root)}, which cannot hold other objects; give it a name instead")
-    names = {edge.segment for edge in view.edges}
-    return replace(view, edges=[*view.edges, *(edge for edge in edges if edge.segment not in names)])
+    names, edges_to = {edge.segment for edge in view.edges}, view.edges_to
+    own = [edge for edge in edges if edge.segment not in names]
+    if edges_to is not None:
+        view = replace(view, edges_to=lambda children: [*edges_to(children), *own])
+    return replace(view, edges=[*view.edges, *own])
 
 
 def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) -> list[Edge]:
@@ -255,11 +255,9 @@ def sequence_slot(value: Any, slot: Slot) -> Slot:
 
 
 def _refill(sequence: Any, elements: Any) -> None:
-    if isinstance(sequence, list):
-        list.__setitem__(sequence, slice(None), elements)
-    else:
-        sequence.clear()
-        sequence.extend(elements)
+    base: Any = list if isinstance(sequence, list) else deque  # bypasses the overridden methods of a tracked list
+    base.clear(sequence)
+    base.extend(sequence, elements)
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
@@ -292,8 +290,7 @@ def _keras(role: str, value: Any, slot: Slot) -> View:
         class_name(value),
         _attributes(value, keras_children(value), slot),
         parameters=list(map(bare_variable, getattr(value, "_trainable_variables", ()))) if role == OPTIMIZER else (),
-        listed=lambda order, saved: _attributes(value, keras_children(value, order, saved), slot),
-        numbered=lambda: _attributes(value, numbered_children(value), slot),
+        edges_to=partial(_attributes, value, slot=slot),
     )
 
 

@@ -149,6 +149,16 @@ def test_variables_and_optimizers_alone(tmp_path: Path, backend: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_attached_beside_a_model_as_the_root_is_restored(tmp_path: Path, backend: str) -> None:
+    saved, fresh = keras_like.model(backend), keras_like.model(backend)
+    keras_like.train(saved)
+    path = graph.Checkpoint(saved, step=7).save(tmp_path / "ckpt")
+    checkpoint = graph.Checkpoint(fresh, step=0)
+    checkpoint.restore(path).assert_consumed()
+    assert (checkpoint.step, keras_like.values(fresh)) == (7, keras_like.values(saved))
+
+
 def test_what_a_layer_of_the_program_saves_by_itself(tmp_path: Path) -> None:
     names = iter(("variable", "variable_1"))
 
