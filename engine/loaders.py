@@ -88,6 +88,7 @@ class LoaderPosition:
         handed = {f"{_HANDED}{index}": generator for index, generator in enumerate(generators)}
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
+        self.has_own_state = state is not None  # whether the program has handed over what the order depends on
         self._batches: Iterator[Any] | None = None
         self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program

@@ -697,15 +697,41 @@ def test_the_rest_of_an_epoch_without_an_update_is_no_other_loop(caplog: pytest.
     assert "each counts as an epoch" not in caplog.text
 
 
-def test_the_workers_of_a_loader_are_no_attributes_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+class Stages(data.Sampler[int]):
+    """Counts its epochs."""
+
+    def __init__(self) -> None:
+        self.stage = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        self.stage += 1
+        return iter(np.random.default_rng(self.stage).permutation(10).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("kind", ["workers", "workers of torchdata", "what is handed over"])
+def test_what_a_loader_makes_or_takes_back_later_is_no_attribute(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
 
-    def train(last: int) -> None:
+    def make() -> Any:
         workers: Any = FORK
-        loader = hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **workers))
+        if kind == "workers":
+            return hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **workers))
+        if kind == "workers of torchdata":
+            loaders = pytest.importorskip("torchdata.stateful_dataloader")
+            return loaders.StatefulDataLoader(Images(), batch_size=2, shuffle=True, **workers)
+        order = Stages()
+        loader = data.DataLoader(Images(), batch_size=2, sampler=order)
+        return hf.resumable(loader, state=(lambda: order.stage, lambda stage: setattr(order, "stage", stage)))
+
+    def train(last: int) -> None:
+        loader = make()
         with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
             state, step = checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=loader)
-            for _ in range(loader.epoch, 4):
+            while step < 20:
                 for _batch in loader:
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
