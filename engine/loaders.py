@@ -451,14 +451,16 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
             "the first batch is requested, so that a resume would draw other random numbers: leave "
             "use_stateful_dataloader out"
         )
-    kept = {key: value for key, value in getattr(loader, "__dict__", {}).items() if key != "_iterator"}
-    if derives(loader, "DataLoader", "torch.") and loader.num_workers:
-        if of_all := [key for key, value in kept.items() if derives(value, "_BaseDataLoaderIter", "torch.")]:
-            raise OptionError(
-                f"this {name} keeps one iterator for all epochs ({of_all[0]}), and its {loader.num_workers} workers begin "
-                "an epoch before the one before it has ended, so that a resume would have other batches: use a DataLoader "
-                "with persistent_workers=True, which keeps its workers too, or num_workers=0"
-            )
+    held = getattr(loader, "__dict__", {}) if derives(loader, "DataLoader", "torch.") and loader.num_workers else {}
+    kept = [
+        key for key, value in held.items() if derives(value, "_BaseDataLoaderIter", "torch.") and key != "_iterator"
+    ]
+    if kept:
+        raise OptionError(
+            f"this {name} keeps one iterator for all epochs ({', '.join(kept)}), and its {loader.num_workers} workers "
+            "begin each epoch before the last one has ended, so that a resume would have other batches: use a "
+            "DataLoader with persistent_workers=True, which keeps its workers too, or num_workers=0"
+        )
     is_counting = type(loader).__name__ == "_FabricDataLoader" and not has_state
     if is_counting and any(hasattr(sampler, "set_epoch") for sampler in samplers_of(loader)):
         raise OptionError(
