@@ -451,15 +451,13 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
             "the first batch is requested, so that a resume would draw other random numbers: leave "
             "use_stateful_dataloader out"
         )
-    held = getattr(loader, "__dict__", {}) if derives(loader, "DataLoader", "torch.") and loader.num_workers else {}
-    kept = [
-        key for key, value in held.items() if derives(value, "_BaseDataLoaderIter", "torch.") and key != "_iterator"
-    ]
-    if kept:
+    held = {**getattr(loader, "__dict__", {}), "_iterator": None} if derives(loader, "DataLoader", "torch.") else {}
+    kept = [key for key, value in held.items() if derives(value, "_BaseDataLoaderIter", "torch.")]
+    if kept and (loader.num_workers or generators_of(loader)):
         raise OptionError(
-            f"this {name} keeps one iterator for all epochs ({', '.join(kept)}), and its {loader.num_workers} workers "
-            "begin each epoch before the last one has ended, so that a resume would have other batches: use a "
-            "DataLoader with persistent_workers=True, which keeps its workers too, or num_workers=0"
+            f"this {name} keeps one iterator for all epochs ({', '.join(kept)}): its workers begin an epoch, and its "
+            "generator draws for it, before the last epoch has ended, so that a resume would have other batches. Use a "
+            "DataLoader, with persistent_workers=True if its workers are to stay"
         )
     is_counting = type(loader).__name__ == "_FabricDataLoader" and not has_state
     if is_counting and any(hasattr(sampler, "set_epoch") for sampler in samplers_of(loader)):

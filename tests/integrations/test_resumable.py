@@ -629,6 +629,7 @@ class DataLoaderAdapter(list[int]):
         (lambda: 3, {}, "resumable needs a loader"),
         (lambda: DataLoaderAdapter([1]), {}, "counts the epochs itself"),
         (lambda: Endless(**FORK), {}, "keeps one iterator for all epochs"),
+        (lambda: Endless(generator=seeded()), {}, "keeps one iterator for all epochs"),
         (lambda: [1], {"batches_per_epoch": 0}, "batches_per_epoch=0 must be a number of batches"),
         (lambda: [1], {"batches_per_epoch": True}, "batches_per_epoch=True must be"),
         (lambda: [1], {"generators": 7}, "generators=7 must be a sequence"),
