@@ -88,6 +88,7 @@ class LoaderPosition:
         handed = {f"{_HANDED}{index}": generator for index, generator in enumerate(generators)}
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
+        self.has_own_state = state is not None  # whether the program has handed over what the order depends on
         self._batches: Iterator[Any] | None = None
         self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
@@ -161,7 +162,7 @@ class LoaderPosition:
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
         """Apply the saved state, except to global generators. Return the state, and whether a warning was logged."""
-        saved, self._restored = self._restored, {}
+        saved, self._restored, self._begun = self._restored, {}, {}
         told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states({**saved, **saved.get(_BEGUN, {})})
         return saved, told
@@ -170,9 +171,8 @@ class LoaderPosition:
         """Draw the earlier batches of an epoch again, and reset the global generators afterwards."""
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
-        lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        lasts = lasts and self._loads_again  # if not, the user has declared that workers draw no random numbers
-        if lasts or (workers and taken and not states):
+        lasts = bool(epoch and self._has_lasting_workers())
+        if workers and taken and not states and not lasts:
             warn_of_new_workers(self._loader)
         before = as_tree(capture())
         saved, told = self._take_restored()
@@ -201,6 +201,8 @@ class LoaderPosition:
 
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
+            if self._has_lasting_workers():
+                warn_of_new_workers(self._loader)
             # In an uninterrupted run, persistent workers start in the first epoch, so start them before this epoch.
             before, own_states = as_tree(capture()), self._own_states()
             self._open()
@@ -209,6 +211,10 @@ class LoaderPosition:
         self._begun = as_tree(capture()) | self._own_states()
         self._batches = self._open(self._taken)
         self.epoch, self._taken, self._drawn, self._next, self._has_ended = epoch, 0, [], [], False
+
+    def _has_lasting_workers(self) -> bool:
+        """Return whether workers keep random states over epochs; with redraw="indices", they draw no random numbers."""
+        return bool(self._loads_again and getattr(self._loader, "persistent_workers", False))
 
     def _open(self, left_out: int = 0) -> Iterator[Any]:
         return iter(self._loader)
@@ -444,6 +450,14 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
             f"this {name} of accelerate was made with use_stateful_dataloader=True, and begins its first epoch before "
             "the first batch is requested, so that a resume would draw other random numbers: leave "
             "use_stateful_dataloader out"
+        )
+    held = {**getattr(loader, "__dict__", {}), "_iterator": None} if derives(loader, "DataLoader", "torch.") else {}
+    kept = [key for key, value in held.items() if derives(value, "_BaseDataLoaderIter", "torch.")]
+    if kept and (loader.num_workers or generators_of(loader)):
+        raise OptionError(
+            f"this {name} keeps one iterator for all epochs ({', '.join(kept)}): its workers begin an epoch, and its "
+            "generator draws for it, before the last epoch has ended, so that a resume would have other batches. Use a "
+            "DataLoader, with persistent_workers=True if its workers are to stay"
         )
     is_counting = type(loader).__name__ == "_FabricDataLoader" and not has_state
     if is_counting and any(hasattr(sampler, "set_epoch") for sampler in samplers_of(loader)):

@@ -40,6 +40,7 @@ _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodT
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 # Libraries whose objects are not searched.
 _LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")
+_LIBRARIES += ("multiprocessing", "concurrent")
 
 _Get = Callable[[Any, Any], Any]
 

@@ -75,7 +75,9 @@ class HandingOver(NamedTuple):
 IN_LOOPS = HandingOver(
     data="pass the iterator or loader to restore_or_initialize and on_step (data=...), with a state of its own or "
     "through hf.skip_to; a batch that was fetched ahead is state",
-    generator="pass it as an extra, such as rng=generator",
+    generator="pass it as an extra, such as rng=generator. A global one is saved, but a loader that shuffles without a "
+    "place draws from it again: data=hf.resumable(loader). What draws after on_step, such as a validation, is left out "
+    "by a resume: call on_step after it",
     counter="pass the counter as an extra",
     attribute="hand it over as an extra",
     state=cause_in_state,

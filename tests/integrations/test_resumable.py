@@ -117,6 +117,7 @@ def of_hugging_face() -> Any:
 LOADERS: dict[str, Callable[[], Any]] = {
     "in order": lambda: hf.resumable(torchs()),
     "shuffle": lambda: hf.resumable(torchs(shuffle=True)),
+    "an order repeated for ever": lambda: hf.resumable(Endless()),
     "a dataset of noise": lambda: hf.resumable(torchs(lambda: Images(noise=True), shuffle=True)),
     "workers": lambda: hf.resumable(torchs(shuffle=True, **FORK)),
     "drop_last": lambda: hf.resumable(torchs(shuffle=True, drop_last=True)),
@@ -568,8 +569,16 @@ def test_a_line_names_indices_when_drawing_again_takes_long(
         assert not says or "again, 3 of 8 so far" in said[0]
 
 
-@pytest.mark.parametrize("kind", ["other data", "a generator of its own", "workers that last"])
+@pytest.mark.parametrize("kind", ["other data", "a generator of its own", "workers that last", "their end of an epoch"])
 def test_what_is_not_as_it_was_is_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    new_workers = "continues with new worker processes, whose random generators cannot be saved"
+    told = {
+        "other data": "batch 1 of an epoch, which a list has drawn again, differs from before the stop",
+        "a generator of its own": "was saved with other parts than resumable is given now: generators.0 (saved)",
+        "workers that last": new_workers,
+        "their end of an epoch": new_workers,
+    }
+
     def make(turn: int) -> Any:
         if kind == "other data":
             return hf.resumable([turn, 2, 3])
@@ -578,21 +587,33 @@ def test_what_is_not_as_it_was_is_told(kind: str, caplog: pytest.LogCaptureFixtu
         return hf.resumable(torchs(shuffle=True, persistent_workers=True, **FORK))
 
     loader = make(0)
-    for _ in range(2):
+    for _ in range(1 if kind == "their end of an epoch" else 2):
         for _ in loader:
             state = state_of(loader)
-            if kind != "workers that last" or loader.epoch:
+            if told[kind] != new_workers or loader.epoch:
                 break
-    list(restored(make(1), state))
-    told = {
-        "other data": "batch 1 of an epoch, which a list has drawn again, differs from before the stop",
-        "a generator of its own": "was saved with other parts than resumable is given now: generators.0 (saved)",
-        "workers that last": "continues with new worker processes, whose random generators cannot be saved",
-    }
+    again = restored(make(1), state)
+    assert len([*again, *again]) >= 4
     assert told[kind] in caplog.text
 
 
 # ---- what is refused
+
+
+class Endless(data.DataLoader[Any]):
+    """As in YOLO: keeps its workers by a batch sampler that repeats for ever, and one iterator."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Images(), batch_size=3, shuffle=True, **options)
+        order = self.batch_sampler
+        object.__setattr__(self, "batch_sampler", itertools.chain.from_iterable(itertools.repeat(order)))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        return itertools.islice(self.iterator, len(self))
 
 
 class DataLoaderAdapter(list[int]):
@@ -607,6 +628,8 @@ class DataLoaderAdapter(list[int]):
         (lambda: iter([1]), {}, "resumable needs a loader that can be restarted"),
         (lambda: 3, {}, "resumable needs a loader"),
         (lambda: DataLoaderAdapter([1]), {}, "counts the epochs itself"),
+        (lambda: Endless(**FORK), {}, "keeps one iterator for all epochs"),
+        (lambda: Endless(generator=seeded()), {}, "keeps one iterator for all epochs"),
         (lambda: [1], {"batches_per_epoch": 0}, "batches_per_epoch=0 must be a number of batches"),
         (lambda: [1], {"batches_per_epoch": True}, "batches_per_epoch=True must be"),
         (lambda: [1], {"generators": 7}, "generators=7 must be a sequence"),
@@ -675,15 +698,41 @@ def test_the_rest_of_an_epoch_without_an_update_is_no_other_loop(caplog: pytest.
     assert "each counts as an epoch" not in caplog.text
 
 
-def test_the_workers_of_a_loader_are_no_attributes_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+class Stages(data.Sampler[int]):
+    """Counts its epochs."""
+
+    def __init__(self) -> None:
+        self.stage = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        self.stage += 1
+        return iter(np.random.default_rng(self.stage).permutation(10).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("kind", ["workers", "workers of torchdata", "what is handed over"])
+def test_what_a_loader_makes_or_takes_back_later_is_no_attribute(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
 
-    def train(last: int) -> None:
+    def make() -> Any:
         workers: Any = FORK
-        loader = hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **workers))
+        if kind == "workers":
+            return hf.resumable(data.DataLoader(Images(), batch_size=2, shuffle=True, **workers))
+        if kind == "workers of torchdata":
+            loaders = pytest.importorskip("torchdata.stateful_dataloader")
+            return loaders.StatefulDataLoader(Images(), batch_size=2, shuffle=True, **workers)
+        order = Stages()
+        loader = data.DataLoader(Images(), batch_size=2, sampler=order)
+        return hf.resumable(loader, state=(lambda: order.stage, lambda stage: setattr(order, "stage", stage)))
+
+    def train(last: int) -> None:
+        loader = make()
         with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
             state, step = checkpoint.restore_or_initialize({"w": np.zeros(2)}, data=loader)
-            for _ in range(loader.epoch, 4):
+            while step < 20:
                 for _batch in loader:
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
