@@ -332,12 +332,12 @@ def _alike(state: Any, extras: Mapping[str, Any], *, only_trained: bool) -> dict
     optimizers = [each for _, each in live_objects(state) if isinstance(each, torch.optim.Optimizer)]
     held = {*map(id, chain(*map(_moments, optimizers)))}
     replicas = [] if only_trained or torch is None else _live(torch.nn.parallel.DistributedDataParallel)
-    # Before each step, DistributedDataParallel gives all processes the buffers of process 0.
-    broadcast = _addresses(chain(*(each.module.buffers() for each in replicas if each.broadcast_buffers)))
+    # Before each step, DistributedDataParallel gives all processes the buffers of process 0. Averages copy buffers.
+    may_differ = only_trained or any(each.broadcast_buffers and [*each.buffers()] for each in replicas)
 
     def is_alike(leaf: Any) -> bool:
         if is_torch_tensor(leaf):
-            return leaf.requires_grad or id(leaf) in held or not (only_trained or _address(leaf) in broadcast)
+            return leaf.requires_grad or id(leaf) in held or not may_differ
         return isinstance(leaf, np.ndarray) or (is_jax_array(leaf) and leaf.is_fully_addressable)
 
     both = [(Ways(root, _ALL), root) for root in (extras, state)]
