@@ -856,6 +856,7 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     if "dataset" in options and issubclass(options["dataset"], Stream):
         told = "data= reads an iterable dataset: if it had given its last batch, the next loop over it yields nothing"
     assert told in caplog.text
+    assert "StreamWithState" not in str(options) or "as saved, except" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
