@@ -304,7 +304,6 @@ def restore_loader(
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators
         loader_state, generators = state[_OWN_STATE], state[_GENERATORS]
     decoded = loaded_state(loader, decode_state(loader_state))
-    warn_of_lost_draws(loader, decoded)
     given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
     # A sampler with a state restores its generator itself, for example to draw its order again.
@@ -337,10 +336,11 @@ def restore_loader(
 
 
 def loaded_state(loader: Any, state: Any) -> dict[str, Any]:
-    """Load a state into a torchdata loader; return torchdata's part of it, which a subclass may have wrapped."""
+    """Load a state into a torchdata loader, and warn; return torchdata's part of it, which a subclass may wrap."""
     loader.load_state_dict(state)
-    own: dict[str, Any] | None = loader.next_iter_state
-    return own or {}  # empty if the class sets its position in another way
+    own: dict[str, Any] = loader.next_iter_state or {}  # empty if the class sets its position in another way
+    _warn_of_lost_draws(loader, own)
+    return own
 
 
 def load_unwrapped(loader: Any, state: Mapping[str, Any]) -> None:
@@ -366,7 +366,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
+def _warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn about random numbers that will differ if a torchdata loader continues within an epoch."""
     ended = state.get(_FINISHED) or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):

@@ -185,7 +185,7 @@ class StepSaver:
         self._versions = VersionCounters()  # versions of the state and of extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = FirstSteps(adapter)
-        self._has_warned = self._differs = False  # of gradients; between the processes
+        self._has_warned = self._differs = False  # warned of gradients; values differ between processes
         self._saves = 0
 
     @property
@@ -262,10 +262,10 @@ class StepSaver:
         assert self.step is not None
         with part_of_save(self._manager, self.step):
             self._saves += 1
-            if self._saves & (self._saves - 1) == 0:  # compare before anything else, so that all processes take part
+            # Compare before anything else, so that all processes take part.
+            if not self._differs and self._saves.bit_count() == 1:
                 shared = {name: self._report.extras.get(name) for name in self._templates}
-                processes, state = self._manager.processes, self._report.state
-                self._differs |= compare_processes(processes, state, shared, self.step, quiet=self._differs)
+                self._differs = compare_processes(self._manager.processes, self._report.state, shared, self.step)
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
             step, state, metrics = self._report.step, self._report.state, taken["metrics"] or {}
