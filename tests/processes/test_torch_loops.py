@@ -106,6 +106,36 @@ def test_parameters_that_are_divided(tmp_path: Path) -> None:
     assert hf.verify(tmp_path / "run").ok
 
 
+def save_wrapped(process: Process, directory: str) -> str:
+    """Saves an object whose state has a DTensor, as that of a wrapper around a module; returns the error."""
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.w = distribute_tensor(torch.ones(4, 3), torch_mesh(process.count), [Shard(0)])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"w": self.w}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.w = state["w"]
+
+    wrapper = Wrapper()
+    try:
+        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({}, wrapper=wrapper)
+            checkpoint.on_step(1, state, wrapper=wrapper)
+    except hf.SaveFailedError as error:
+        return str(error)
+    return ""
+
+
+def test_an_object_whose_state_is_divided_is_refused_with_advice(tmp_path: Path) -> None:
+    errors = run_processes(save_wrapped, 2, str(tmp_path), backend="torch")
+    assert any("hand over the module, optimizer or arrays themselves in its place" in error for error in errors)
+
+
 def average(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
     """Trains a model with buffers, each process on its own rows; returns its tensors, and what the witness says."""
     import torch
