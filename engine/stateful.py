@@ -291,8 +291,7 @@ def restore_loader(
     loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions saved no generators
         loader_state, generators = state[_OWN_STATE], state[_GENERATORS]
-    decoded = decode_state(loader_state)
-    warn_of_lost_draws(loader, decoded)
+    decoded = loaded_state(loader, decode_state(loader_state))
     given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
     # A sampler with a state restores its generator itself, for example to draw its order again.
@@ -316,7 +315,7 @@ def restore_loader(
             global_generators.set_back()
 
     restored = _LoaderState(prepare(loader, {**decoded, _FINISHED: True} if ended else decoded), state, begun)
-    loader.load_state_dict(restored)
+    load_unwrapped(loader, restored)
     if ended:
         return "had come to the end of an epoch: the next loop over it begins a new one"
     if given and length is None:
@@ -324,10 +323,23 @@ def restore_loader(
     return ""
 
 
+def loaded_state(loader: Any, state: Any) -> dict[str, Any]:
+    """Load a state into a torchdata loader, and warn; return torchdata's part of it, which a subclass may wrap."""
+    loader.load_state_dict(state)
+    own: dict[str, Any] = loader.next_iter_state or {}  # empty if the class sets its position in another way
+    _warn_of_lost_draws(loader, own)
+    return own
+
+
+def load_unwrapped(loader: Any, state: Mapping[str, Any]) -> None:
+    """Load a state of torchdata into a loader, without the methods of a subclass."""
+    next(cls for cls in type(loader).__mro__ if cls.__module__.startswith("torchdata.")).load_state_dict(loader, state)
+
+
 def _yielded(state: Mapping[str, Any]) -> int:
     """Return how many batches of the current epoch a torchdata loader has yielded."""
-    if "_num_yielded" in state:
-        return int(state["_num_yielded"])
+    if "_snapshot" not in state:
+        return int(state.get("_num_yielded", 0))
     return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
 
 
@@ -342,7 +354,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
+def _warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
     """Warn about random numbers that will differ if a torchdata loader continues within an epoch."""
     ended = state.get(_FINISHED) or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..arrays import write_file
+from ..arrays import TreeReader, write_file
 from ..distributed import Coordinator, ProcessInfo, current_coordinator
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import (
@@ -124,9 +124,10 @@ def own_share(
     files: Files | None,
     coordinator: Coordinator | None = None,
     process: int | None = None,
-    is_empty: Callable[[Share], bool] = lambda _: False,
+    is_same: Callable[[TreeReader, TreeReader], bool] = lambda *_: False,
+    otherwise: str = "keeps its fresh state",
 ) -> Share:
-    """Return the share of this or the given process; warn if the process count changed, unless the tree is empty."""
+    """Return the share of this or the given process; warn if the count changed, unless another process has the same."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):
@@ -135,8 +136,10 @@ def own_share(
     coordinator = coordinator or current_coordinator()
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
-    if len(shares) != count and not is_empty(shares[index if is_own else 0]):
-        outcome = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
+    other = shares[0 if is_own and index else -1]
+    pair = (TreeReader(each.folder, each.files) for each in (shares[index if is_own else 0], other))
+    if len(shares) != count and not is_same(*pair):
+        outcome = "restores its own tree" if is_own else f"has no tree there, and {otherwise}"
         text = "%s was saved by %d processes and is restored by %d: process %d %s"
         _logger.warning(text, directory, len(shares), count, index, outcome)
     return replace(shares[index if is_own else 0], is_own=is_own)

@@ -207,7 +207,11 @@ def _children(value: Any) -> list[_Child]:
             if getattr(value, str(key), MISSING) is child
         ]
     if is_object_of_nnx or (hasattr(value, "__dict__") and not _is_of_library(value)):
-        return [_Child(name, getattr, name, child) for name, child in [*vars(value).items()] if _is_open(name, child)]
+        parts = [*vars(value).items()]
+        if any(cls.__module__.startswith("torchdata.") for cls in type(value).__mro__):
+            # A loader saves the states of its parts, and restores them only when its next iterator begins.
+            parts = [(name, part) for name, part in parts if not hasattr(type(part), "state_dict")]
+        return [_Child(name, getattr, name, child) for name, child in parts if _is_open(name, child)]
     return []
 
 

@@ -193,7 +193,8 @@ class StoredGraph:
         share = None
         if item is not None:
             folder = source.location / item.folder
-            share = own_share(folder, item.files, is_empty=lambda own: not TreeReader(own.folder, own.files).leaves)
+            otherwise = "gets the states of process 0, without its random streams and data positions"
+            share = own_share(folder, item.files, is_same=_is_same, otherwise=otherwise)
         self._share = None if share is None else TreeReader(share.folder, share.files)
         # Whether the object states belong to this process; states saved by a single process belong to process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
@@ -260,6 +261,12 @@ def open_graph(location: Location) -> StoredGraph:
         return StoredGraph(checkpoint.tree(name), checkpoint.location, checkpoint.files(name))
 
     return read_checkpoint(location.without_links(), open_tree)
+
+
+def _is_same(mine: TreeSource, other: TreeSource) -> bool:
+    """Return whether two processes have saved the same states, such as those of schedulers."""
+    arrays = ([array is None or array.tobytes() for array in tree.read_leaves(tree.leaves)] for tree in (mine, other))
+    return mine.leaves == other.leaves and next(arrays) == next(arrays)
 
 
 def _containers(structure: TreeDef | None, name: str) -> dict[str, TreeDef]:

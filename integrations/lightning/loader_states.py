@@ -13,7 +13,7 @@ import torch
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, restore
 from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of, samplers_of
-from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws, warn_of_samplers
+from ...engine.stateful import is_replicated, load_unwrapped, loaded_state, restore_state, state_of, warn_of_samplers
 from ..hugging_face import as_start
 from .private_api import draws_ahead, have_ended, iterator_of, set_ended
 from .trees import is_plain_tree
@@ -63,13 +63,14 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
         raise other_loaders(loaders, saved)
     for (loader, _, load), state in zip(stateful, saved, strict=True):
         if is_torchdata_loader(loader):
-            warn_of_lost_draws(loader, state)
-        elif nodes_of(loader):
+            if own := loaded_state(loader, _copied(state)):
+                load_unwrapped(loader, as_start(loader, {**own, _FINISHED: True} if ended else own))
+            if ended:
+                loader.state_dict()  # makes the loader apply the state now, before the generators are restored
+            continue
+        if nodes_of(loader):
             warn_of_samplers(loader)
-        if ended and is_torchdata_loader(loader):
-            load(as_start(loader, _copied({**state, _FINISHED: True})))
-            loader.state_dict()  # makes the loader apply the state now, before the generators are restored
-        elif ended and isinstance(state, dict) and state.keys() == _STREAM:
+        if ended and isinstance(state, dict) and state.keys() == _STREAM:
             loader.set_epoch(state["epoch"])  # load() would restore the end of the stream, with no batches left
         else:
             load(as_start(loader, _copied(state)))

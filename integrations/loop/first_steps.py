@@ -107,7 +107,8 @@ _AS_EXTRAS = (
 _OTHER_PARTS = f"the processes train other parameters (%s), and must have the same in the state. {_AS_EXTRAS}"
 _UNEQUAL = (
     "step %d is saved although other processes hold other values of %s: a resume gives all processes the same. If they "
-    f"should be equal, broadcast them before the first step. {_AS_EXTRAS}"
+    "should be equal, broadcast parameters before the first step, and buffers (running_mean) before each on_step. "
+    f"{_AS_EXTRAS}"
 )
 _OTHERWISE = (
     "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
@@ -293,13 +294,14 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 def compare_processes(
     processes: ProcessGroup, state: Any, extras: Mapping[str, Any] | None = None, step: int | None = None
-) -> None:
+) -> bool:
     """Raise OptionError if processes train different parameters; given a ``step`` to save, warn if values differ."""
     if processes.alone:
-        return
+        return False
     parts: dict[str, int] = {}
+    names: list[str] = []
     with contextlib.suppress(Exception):  # even after an error, answer the waiting processes
-        alike = _alike(state, extras or {})
+        alike = _alike(state, extras or {}, only_trained=step is None)
         parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in alike.items() if is_torch_tensor(leaf)}
         if step is not None:
             plain = {name: leaf for name, leaf in alike.items() if not hasattr(leaf, "placements")}
@@ -311,6 +313,7 @@ def compare_processes(
             raise OptionError(_OTHER_PARTS % shortened(names, 4))
         if names and processes.is_primary:
             logger.warning(_UNEQUAL, step, shortened(names, 4))
+    return bool(names)
 
 
 def _differing(values: Iterable[Mapping[str, int]]) -> list[str]:
@@ -318,20 +321,24 @@ def _differing(values: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted({name for each in others for name, _ in first.items() ^ each.items()})
 
 
-def _alike(state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+def _alike(state: Any, extras: Mapping[str, Any], *, only_trained: bool) -> dict[str, Any]:
     """Return leaves that must be equal in all processes, by name. Each process selects the same leaves."""
     torch: Any = loaded("torch")
     optimizers = [each for _, each in live_objects(state) if isinstance(each, torch.optim.Optimizer)]
     held = {*map(id, chain(*map(_moments, optimizers)))}
+    replicas = [] if only_trained or torch is None else _live(torch.nn.parallel.DistributedDataParallel)
+    # Before each step, DistributedDataParallel gives all processes the buffers of process 0. Averages copy buffers.
+    may_differ = only_trained or any(each.broadcast_buffers and [*each.buffers()] for each in replicas)
 
-    def is_alike(leaf: Any) -> bool:  # buffers of torch modules may differ between processes
+    def is_alike(leaf: Any) -> bool:
         if is_torch_tensor(leaf):
-            return leaf.requires_grad or id(leaf) in held
+            return leaf.requires_grad or id(leaf) in held or not may_differ
         return isinstance(leaf, np.ndarray) or (is_jax_array(leaf) and leaf.is_fully_addressable)
 
-    both = [(Ways(root, _SAMPLED), root) for root in (extras, state)]
+    both = [(Ways(root, _ALL), root) for root in (extras, state)]
     leaves = chain(*(zip(ways.names, ways.follow(root), strict=True) for ways, root in both))
-    return {name: leaf for name, leaf in leaves if is_alike(leaf)}
+    alike = [(name, leaf) for name, leaf in leaves if is_alike(leaf)]
+    return dict(alike[: _SAMPLED // 2] + alike[-_SAMPLED // 2 :])  # buffers come last
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:

@@ -187,7 +187,8 @@ class StepSaver:
         self._versions = VersionCounters()  # versions of the state and of extras that are torch modules or optimizers
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = FirstSteps(adapter)
-        self._has_warned = False
+        self._has_warned = self._differs = False  # warned of gradients; values differ between processes
+        self._saves = 0
 
     @property
     def step(self) -> int | None:
@@ -262,9 +263,11 @@ class StepSaver:
         """Save the last step in the background; return False if its folder exists but is not a checkpoint."""
         assert self.step is not None
         with part_of_save(self._manager, self.step):
-            if self._saved is None:  # compare before anything else, so that all processes take part
+            self._saves += 1
+            # Compare before anything else, so that all processes take part.
+            if not self._differs and self._saves.bit_count() == 1:
                 shared = {name: self._report.extras.get(name) for name in self._templates}
-                compare_processes(self._manager.processes, self._report.state, shared, self.step)
+                self._differs = compare_processes(self._manager.processes, self._report.state, shared, self.step)
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
             step, state, metrics = self._report.step, self._report.state, taken["metrics"] or {}

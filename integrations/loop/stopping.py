@@ -174,7 +174,8 @@ class AgreedStop(Stop):
                     self._agree()
                     return
         except Exception as error:  # another process has ended, which ends training anyway
-            logger.warning("the processes could not agree on where to stop: %s", error)
+            level = logging.DEBUG if self._ended.is_set() else logging.WARNING
+            logger.log(level, "the processes could not agree on where to stop: %s", error)
 
     def _agree(self) -> None:
         with self._lock:

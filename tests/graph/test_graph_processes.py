@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.harness import Logged, Process, run_processes
 
 import holdfast as hf
 from holdfast import graph
@@ -55,6 +55,34 @@ def test_each_process_has_its_own_iterator(tmp_path: Path, caplog: pytest.LogCap
     assert "was saved by 2 processes" in caplog.text
     assert graph.load_checkpoint(tmp_path).get_tensor("batches")["position"] == 2
     assert graph.load_checkpoint(tmp_path).get_tensor("batches/position") == 2
+
+
+def schedule(process: Process, directory: str, own: bool) -> tuple[int, list[str]]:
+    """Counts on, with or without a place in the data of each process; returns the count and the warnings."""
+    import torch
+
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    parts = {"batches": Batches(process.index)} if own else {}
+    checkpoint = graph.Checkpoint(net=net, optimizer=optimizer, scheduler=scheduler, **parts)
+    with Logged() as logged:
+        checkpoint.restore(graph.latest_checkpoint(directory))
+    optimizer.step()
+    scheduler.step()
+    checkpoint.save(f"{directory}/run")
+    return scheduler.last_epoch, logged.warnings
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_states_that_are_the_same_in_all_processes_fit_any_count(tmp_path: Path, own: bool) -> None:
+    """Before, each process warned of schedulers, and new processes were said to keep fresh ones."""
+    for number, count in enumerate((2, 3, 1), 1):
+        for index, (epoch, warnings) in enumerate(run_processes(schedule, count, str(tmp_path), own, backend="torch")):
+            assert epoch == number
+            assert bool(warnings) == (own and number > 1)
+            is_new = own and number == 2 and index == 2
+            assert any("has no tree there, and gets the states of process 0" in text for text in warnings) == is_new
 
 
 def train(process: Process, directory: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -287,11 +288,27 @@ def lengths(kind: type[Any], mode: Any) -> Callable[[], Any]:
     return lambda: combined.CombinedLoader([short(), kind()], mode)
 
 
-def of_torchdata(size: int, other: int = 0, mode: Any = CYCLE, **options: Any) -> Callable[[], Any]:
+def of_a_rank(kind: Any) -> Any:
+    """Return a loader whose state has that of torchdata under the rank, as in torchtitan."""
+
+    class OfRank(kind):  # type: ignore[misc]
+        def state_dict(self) -> dict[str, Any]:
+            return {"rank_0": pickle.dumps(super().state_dict()), "world_size": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(pickle.loads(state["rank_0"]))
+
+    return OfRank
+
+
+def of_torchdata(
+    size: int, other: int = 0, mode: Any = CYCLE, *, wrapped: bool = False, **options: Any
+) -> Callable[[], Any]:
     """Return a loader of torchdata, or two of them."""
 
     def loaders() -> Any:
         kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+        kind = of_a_rank(kind) if wrapped else kind
         generators = {"generator": torch.Generator().manual_seed(1)} if options.get("generator") else {}
         parts = [kind(torch.arange(float(one)), **{**options, **generators}) for one in (size, other) if one]
         return combined.CombinedLoader(parts, mode) if other else parts[0]
@@ -316,6 +333,7 @@ def of_torchdata(size: int, other: int = 0, mode: Any = CYCLE, **options: Any) -
         pytest.param(lengths(Declared, "min_size"), (1, 2, 3), None, id="declared, until one has ended"),
         pytest.param(of_torchdata(3, shuffle=True), (2, 3, 4, 5), None, id="torchdata"),
         pytest.param(of_torchdata(3, shuffle=True, generator=True), (2, 3, 4, 5), None, id="torchdata, generator"),
+        pytest.param(of_torchdata(3, wrapped=True, shuffle=True), (2, 3, 4, 5), None, id="torchdata, wrapped"),
         pytest.param(of_torchdata(5, shuffle=True), (2, 3, 4, 5), 3, id="torchdata, limited"),
         pytest.param(of_torchdata(6, 4), (2, 3, 4, 5), None, id="torchdata, together"),
         pytest.param(of_torchdata(6, 4, "min_size"), (2, 3, 4, 5), None, id="torchdata, beside a shorter one"),

@@ -75,3 +75,26 @@ def test_validations_of_different_lengths_are_not_left() -> None:
 def test_no_process_waits_for_those_that_have_ended() -> None:
     for told in (0, 1, None):
         assert run(told, [0, 0], at=50, total=50) == [None, None]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_store_that_ends_after_the_run_is_no_news(ended: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Before, the traceback of a crash was followed by a warning that the processes could not agree."""
+    (coordinator,) = memory_coordinators(1)
+    asked, answer = threading.Event(), threading.Event()
+
+    def try_get(key: str) -> None:
+        asked.set()
+        answer.wait(30)
+        raise ConnectionError("reset by peer")
+
+    coordinator.try_get = try_get  # type: ignore[method-assign]
+    stop = AgreedStop(next_rendezvous(coordinator, "stop"), PreemptionSignal(), lambda: 0)
+    stop.begin()
+    assert asked.wait(30)
+    if ended:
+        stop.end(orderly=False)
+    answer.set()
+    assert stop._thread is not None
+    stop._thread.join(30)
+    assert ["could not agree" in text for text in caplog.messages] == [True] * (not ended)
