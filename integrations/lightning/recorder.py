@@ -95,7 +95,7 @@ class FitRecorder:
             return
         self._warn_of_misfits()
         step = self.fit.step
-        asked = "; it was asked to stop there; fit(ckpt_path=...) continues it"
+        asked = f"; it was asked to stop there; fit(ckpt_path={self.fit.store.path_of(step)!r}) continues it"
         why = asked if self.fit.trainer.should_stop else ""
         self.fit.say("nothing left to do after step %d in %s%s", step, self.fit.store.directory, why)
         stored = self.writer.stored_metrics(step) or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 from typing import Any
 
@@ -229,6 +230,17 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
     assert fit(directory, kinds[0], 9, **options).seen == []  # Nothing is left to do.
     assert weights(last) == weights(whole)
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
+
+
+def test_a_run_that_was_asked_to_stop_says_how_it_continues(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Stops, max_epochs=9)
+    caplog.set_level(logging.INFO, "holdfast")
+    assert fit(tmp_path, Net, max_epochs=9).seen == []
+    said = re.search(r"asked to stop there; fit\(ckpt_path='(.*)'\) continues it", caplog.text)
+    assert said is not None
+    net = Net()
+    program.trainer(CheckpointCallback(tmp_path), max_epochs=9).fit(net, ckpt_path=said[1])
+    assert net.seen[0][:2] == ("batch", 6)
 
 
 class EndsEpochs(Net):
