@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,7 +44,7 @@ from ..options import OnInexact, Partial, Reshard, Resume
 from . import private_api
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .recorder import FitRecorder
-from .steps import Fit
+from .steps import Counts, Fit
 from .stopping import Preempted, Signals, leave
 from .store import CallbackArguments, RunStore
 from .strategies import check_strategy, is_sharded
@@ -312,7 +311,11 @@ class CheckpointCallback(ResumingCallback):
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # ends the sanity check on a signal; an AgreedStop works only once training begins
-        self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
+        present = (other._recorder for other in _callbacks_of(trainer) if other is not self)
+        first = next((other for other in present if other is not None and other.fit.trainer is trainer), None)
+        counts, replay = (Counts(), None) if first is None else (first.fit.counts, first.replay)
+        fit = Fit(trainer, self._store, self._options, self._preemption, counts)
+        self._recorder = FitRecorder(fit, stop, self, replay)
         self._witness = self._recorder.witness.run
         # Choose again here: if the module provides this callback, the trainer adds it only after choosing a checkpoint.
         redirect_resume(trainer, begin_from)
@@ -388,15 +391,15 @@ class CheckpointCallback(ResumingCallback):
         if trainer.fast_dev_run:
             return None if decides or isinstance(path, ResumePath) else path
         path = None if private_api.is_left_alone(trainer, path) else path
-        named = path and not isinstance(path, ResumePath)
-        if named and not decides:
+        if path and not decides and not isinstance(path, ResumePath):
             return path
         if private_api.only_searches(trainer):
             return None  # A Tuner must find the same values each time the program starts, so its search never resumes.
-        if named:
-            # No ckpt_path was given, but the trainer chose a newer file, saved by a ModelCheckpoint. Ignore that file.
-            paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
-            path = max(filter(None, paths), key=os.path.getmtime, default=None)
+        if path and decides:
+            # The trainer has compared the times of our directories, and of the files of a ModelCheckpoint.
+            present = [callback for callback in _callbacks_of(trainer) if callback.ckpt_path]
+            newest = max(present, key=lambda callback: callback._store.steps()[-1], default=None)
+            path = newest and newest.ckpt_path
         chosen = path or self.ckpt_path
         if chosen and (decides or path is None) and self._options.resume == "auto":
             self._store.check_module(trainer.lightning_module)

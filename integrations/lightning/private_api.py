@@ -45,7 +45,7 @@ NAMES = {  # keyed by attribute path, starting at the trainer
     ),
     "fit_loop.epoch_loop": (
         *("_num_ready_batches_reached", "_restarting", "_results", "_should_accumulate", "_should_check_val_fx"),
-        *("advance", "batch_progress", "on_run_start"),
+        *("_batches_that_stepped", "advance", "batch_progress", "on_run_start"),
     ),
     "fit_loop.epoch_loop.val_loop": (
         *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "restarting", "setup_data"),
@@ -236,6 +236,7 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 # ---- parts of trainers, loops and strategies
 
 
+LOGGED_STEP = "_batches_that_stepped"  # epoch loop attribute with the step at which the next batch is logged
 LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after loaders (but not iterators) are created
 
 # The connector selects, saves, and restores a trainer's checkpoints. It also holds the checkpoint being restored.

@@ -43,7 +43,7 @@ class FitRecorder:
     # is a batch after which gradients are still being accumulated. After a signal, a step is also saved before
     # validation, and the resumed run then begins with validation.
 
-    def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
+    def __init__(self, fit: Fit, stop: Stop, callback: Any, replay: EpochReplay | None = None) -> None:
         self.fit = fit
         self._stage = Stage.SET_UP
         self._stop = FitStop(fit, stop, StepsAfterSignal(fit.options, fit.store.manager, fit.preemption))
@@ -53,9 +53,10 @@ class FitRecorder:
         self._hooks = LoopHooks(lambda: any(present is callback for present in fit.trainer.callbacks))
         misfits = None if fit.options.partial is None else Misfits()
         self.witness = FitWitness(fit, misfits)
-        self._replay = EpochReplay(fit, self._hooks, self.witness.resume)
+        self.replay = replay or EpochReplay(fit, self._hooks)
+        self.replay.until_restored.callback(self.witness.resume)
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
-        self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
+        self.writer = StepWriter(fit, self.replay, self.fitting, self.witness)
         self._considered = fit.step  # the last step considered for a save
         self._in_batch = False  # whether a batch has run but the work that follows it is still unfinished
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
@@ -73,7 +74,7 @@ class FitRecorder:
         """Start recording; raise StateError if the directory has checkpoints but the trainer has loaded none."""
         before, self._stage = self._stage, Stage.TRAINING
         self._stop.points.begin()
-        self._replay.begin()
+        self.replay.begin()
         self.fitting.begin()
         if before is Stage.LOADED:
             self._warn_of_misfits()
@@ -89,12 +90,12 @@ class FitRecorder:
 
     def finish(self) -> None:
         """If the run was already complete, announce it and restore the trainer's metrics from the last step."""
-        self._replay.fit_ends()
+        self.replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return
         self._warn_of_misfits()
         step = self.fit.step
-        asked = "; it was asked to stop there; fit(ckpt_path=...) continues it"
+        asked = f"; it was asked to stop there; fit(ckpt_path={self.fit.store.path_of(step)!r}) continues it"
         why = asked if self.fit.trainer.should_stop else ""
         self.fit.say("nothing left to do after step %d in %s%s", step, self.fit.store.directory, why)
         stored = self.writer.stored_metrics(step) or {}
@@ -111,16 +112,18 @@ class FitRecorder:
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Resume from a Lightning checkpoint dictionary, and remove the data position from it."""
         path = self.fit.trainer.ckpt_path
-        saved = checkpoint.pop(POSITION, None) or {}
+        if position := checkpoint.pop(POSITION, None):  # the first callback of the trainer takes it
+            self.replay.resume(position, self.fit.store.processes)
+        saved, is_cut_off = self.replay.resumed
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
         self._stage = Stage.LOADED
         manager = self.fit.store.manager
         facts = manager.custom_metadata(step) if step in manager.all_steps() else None
         self.fitting.take(saved.get("optimizers"), checkpoint.get("callbacks", {}), facts or {})
-        is_cut_off = bool(saved) and self._replay.resume(saved, self.fit.store.processes)
         self.writer.resume(step, saved.get("callback_metrics", {}), is_cut_off=is_cut_off)
         self._considered = -1 if is_cut_off else step
-        self.fit.say("resumed from step %d in %s", step, format(path))
+        if getattr(path, "directory", self.fit.store.directory) == self.fit.store.directory:
+            self.fit.say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, even if the run has completed more than ``max_epochs`` epochs."""
@@ -137,7 +140,7 @@ class FitRecorder:
                 original()
         finally:
             loop.max_epochs = limit
-        self._replay.state_restored()
+        self.replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run a search for the learning rate or batch size, except in a resumed run."""
@@ -180,7 +183,8 @@ class FitRecorder:
             return
         if stop and self.writer.newest.is_complete(step):
             self._leave()
-        if private_api.is_accumulating(loop) or self.fit.holds_gradients or private_api.has_done_all_batches(loop):
+        holds_gradients = private_api.is_accumulating(loop) or self.fit.counts.holds_gradients
+        if holds_gradients or private_api.has_done_all_batches(loop):
             return
         self._considered = step
         self._consider(step, "batch", stop=stop, ended=loop.epoch_loop.done)
@@ -189,7 +193,7 @@ class FitRecorder:
         self._batch_ends()
         if self._stop.steps.left is not None:  # the epoch ended during the steps after a signal
             self._leave()
-        complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
+        complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self.replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
             # The resumed run had only the end of the epoch left to do. Save, so that another resume does not repeat it.
             self.writer.save(self.fit.step, "batch", "at the end")

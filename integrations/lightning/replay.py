@@ -27,6 +27,7 @@ If nothing is left to do, no epoch begins, and ``fit ends`` follows directly.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -61,13 +62,17 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class EpochReplay:
-    """Tracks the epochs of one ``fit``, and restores a saved position as described in the module docstring."""
+    """Tracks the epochs of one ``fit``, and restores a saved position as described in the module docstring.
 
-    def __init__(self, fit: Fit, hooks: LoopHooks, restored: Callable[[], None]) -> None:
+    All callbacks of a trainer share one, because the position in the epoch can be restored only once.
+    """
+
+    def __init__(self, fit: Fit, hooks: LoopHooks) -> None:
         self._fit = fit
         self._trainer = fit.trainer
         self._loop = fit.trainer.fit_loop
-        self._restored = restored  # called when everything has been restored
+        self.until_restored = contextlib.ExitStack()  # closed when everything has been restored
+        self.resumed: tuple[dict[str, Any], bool] = {}, False  # the saved position, and whether work after it remains
         self._saved: SavedPosition | None = None  # saved position to return to; None once it has been reached
         self._has_counters = False  # whether the loops have their restored counters
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
@@ -112,7 +117,7 @@ class EpochReplay:
         others = {
             "loaders_made": self._made,
             "is_cut_off": is_cut_off,
-            "batches_as_steps": self._fit.batches,
+            "batches_as_steps": self._fit.counts.batches,
             "replicas": count if count > 1 else 0,
             "buffers": own_buffers(self._trainer.lightning_module) if keeps_buffers else {},
             "replicated": loaders.replicated_states(parts, self._fit.options.replicated),
@@ -131,19 +136,24 @@ class EpochReplay:
                 position |= self._ahead.capture(self.fetcher)
         return position
 
-    def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Set the position to return to; return True if the work that follows the last batch is still to be done."""
+    def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> None:
+        """Set the position to return to."""
         self._saved = share_of(saved, self._trainer, self._fit.options.replicated, self._fit.options.reshard, processes)
-        self._fit.batches = saved.get("batches_as_steps", 0)
-        return self._saved.is_cut_off
+        self._fit.counts.batches = saved.get("batches_as_steps", 0)
+        self.resumed = saved, self._saved.is_cut_off
 
     # ---- the events
 
     def state_restored(self) -> None:
         """Prepare the loops. Called after their counters are restored and before data loaders are created."""
+        if self._has_counters:  # several callbacks of the trainer call this
+            return
         saved, self._has_counters = self._saved, True
         if saved is None:
             return
+        # A restarting loop may count a step of the loggers twice, after an epoch that a module has ended with -1.
+        step = private_api.LOGGED_STEP
+        saved.until_batches.callback(setattr, self._loop.epoch_loop, step, getattr(self._loop.epoch_loop, step))
         # The program may have created loaders already, for example through trainer.estimated_stepping_batches in
         # configure_optimizers. Discard these loaders, whose workers may already be loading batches of epoch 0.
         private_api.forget_loaders(self._loop)
@@ -245,7 +255,7 @@ class EpochReplay:
         self._ended = saved.tree["loaders"]
         loaders.load_loader_states(self._loaders(), self._ended, ended=True)
         self._restore_random(saved, saved.tree["random"])
-        self._restored()
+        self.until_restored.close()
 
     def _go_to_end(self, saved: SavedPosition) -> None:
         parts = self._loaders()
@@ -324,7 +334,7 @@ class EpochReplay:
             )
             announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved, saved.tree["random"])
-        self._restored()
+        self.until_restored.close()
 
     def _stop_if_asked(self, saved: SavedPosition) -> None:
         """Stop if the saved run had been asked to stop, unless the program itself chose the step to resume from."""

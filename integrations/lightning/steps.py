@@ -19,22 +19,29 @@ _NOTHING: Any = object()
 
 
 @dataclass
+class Counts:
+    """What a trainer does not count itself; the callbacks of one trainer share it."""
+
+    batches: int = 0  # number of batches counted as steps
+    holds_gradients: bool = False  # whether manual optimization has gradients that it has not applied
+
+
+@dataclass
 class Fit:
     """One ``fit``: its trainer, checkpoint directory, callback options, and step count."""
 
-    # ``global_step`` counts only the steps of Lightning optimizers. Batches trained without these are counted here.
+    # ``global_step`` counts only the steps of Lightning optimizers. Batches trained without these are in ``counts``.
 
     trainer: Any
     store: RunStore
     options: CallbackArguments
     preemption: PreemptionSignal
-    batches: int = 0  # number of batches counted as steps
-    holds_gradients: bool = False  # whether manual optimization has gradients that it has not applied
+    counts: Counts
 
     @property
     def step(self) -> int:
         """The last completed step."""
-        return int(self.trainer.global_step) + self.batches
+        return int(self.trainer.global_step) + self.counts.batches
 
     def say(self, text: str, *args: object) -> None:
         """Announce a message about the run in process 0; other processes only log the message."""
@@ -47,18 +54,18 @@ class Fit:
             train(fetcher)
             return
         step, before, optimized = trainer.global_step, *self._versions()
-        self.holds_gradients = False
+        self.counts.holds_gradients = False
         train(fetcher)
         if trainer.global_step != step:
             return
         moved = any(parameter._version != version for parameter, version in before)
         # Checkpoints do not contain gradients, so a save must wait until they have been applied.
         holds = any(parameter.grad is not None and parameter._version == version for parameter, version in before)
-        self.holds_gradients = holds and (optimized or not moved)
-        if not self.holds_gradients and (moved or not optimized):
-            if not self.batches:
+        self.counts.holds_gradients = holds and (optimized or not moved)
+        if not self.counts.holds_gradients and (moved or not optimized):
+            if not self.counts.batches:
                 self.say("batches count as steps, because no Lightning optimizer steps")
-            self.batches += 1
+            self.counts.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
         """Return the trained parameters with their version counters, and whether optimizers hold these parameters."""

@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from ...engine.errors import StateError, shortened
@@ -124,6 +124,7 @@ class Witness:
         self._records = Records()  # records stored with the step from which the run resumed
         self._resumed: int | None = None
         self._waiting: list[Pending] = []  # records that have yet to be compared
+        self._left: Callable[[], None] | None = None  # reports a step whose gradients alone differ
         self._shardings: Mapping[str, tuple[Any, int]] = {}  # shardings of the restored jax arrays
         self._layers: dict[str, str] = {}  # descriptions of the identical layers, keyed by layer
         self._compares = False  # whether steps are being compared after a resume
@@ -174,7 +175,7 @@ class Witness:
             for file in self._files:
                 file.finish()
             self._files, self._waiting, self._last, self._mark, self._k = [], [], None, None, 0
-            self._compares, self._has_said = False, True
+            self._compares, self._has_said, self._left = False, True, None
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Record and compare a step report before the step is saved. Raise StateError if ``on_inexact`` requires it."""
@@ -288,6 +289,7 @@ class Witness:
                     exact = None if self.proof.rounding is not None else True
                     self.proof = dataclasses.replace(self.proof, exact=exact, steps=steps)
                 self._layers |= {layer: self._in_words(layer, saved) for layer in same}
+                self._left = None
                 continue
             if (rounding := self._rounding(k, saved, now, differs)) is not None:
                 self.proof = dataclasses.replace(self.proof, exact=None, rounding=rounding)
@@ -300,7 +302,18 @@ class Witness:
                 )
                 self._waiting.clear()
                 return
+            if self._left is None and [*differs] == ["gradients"]:
+                # Left over by earlier steps, as in a GAN that trains one part at a time. If the next compared step is
+                # the same, the program has set them to zero unused.
+                self._left = partial(self._found, int(now["step"]), k, same, differs, look)
+                continue
+            self._report_left()
             self._found(int(now["step"]), k, same, differs, look)
+
+    def _report_left(self) -> None:
+        report, self._left = self._left, None
+        if report is not None:
+            report()
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
         """Return the relative difference if rounding on another processor can explain it; otherwise, return None."""
@@ -338,6 +351,7 @@ class Witness:
 
     def _conclude(self) -> None:
         """Log a one-line summary of the comparison, at most once."""
+        self._report_left()
         if self._has_said:
             return
         self._has_said = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import signal
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
 from tests.sweep.lightning_programs import FINETUNING
@@ -181,6 +184,8 @@ def fit(
         made.append(net)
     net.signal_at = signal_at
     callbacks = options.pop("callbacks", [CheckpointCallback(directory, witness_steps_after_signal=0)])
+    if options.pop("is_saved_twice", False):
+        callbacks = [CheckpointCallback(f"{directory}-epochs", every_n_epochs=1), *callbacks]
     program.trainer(*callbacks, **{"max_epochs": EPOCHS, **options}).fit(net)
     return net
 
@@ -206,6 +211,7 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
         pytest.param([Stops], (6,), {"max_epochs": 9}, id="asked to stop"),
         pytest.param([Net, Compiled, Net], (2, 4), {}, id="compiled in between"),
         pytest.param([Measures], (2, 4, 7), {}, id="metrics"),
+        pytest.param([Net], (5, 7), {"is_saved_twice": True}, id="two callbacks"),
     ],
 )  # fmt: skip
 def test_a_program_that_is_stopped_ends_as_one_that_is_not(
@@ -224,6 +230,50 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
     assert fit(directory, kinds[0], 9, **options).seen == []  # Nothing is left to do.
     assert weights(last) == weights(whole)
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
+
+
+def test_a_run_that_was_asked_to_stop_says_how_it_continues(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Stops, max_epochs=9)
+    caplog.set_level(logging.INFO, "holdfast")
+    assert fit(tmp_path, Net, max_epochs=9).seen == []
+    said = re.search(r"asked to stop there; fit\(ckpt_path='(.*)'\) continues it", caplog.text)
+    assert said is not None
+    net = Net()
+    program.trainer(CheckpointCallback(tmp_path), max_epochs=9).fit(net, ckpt_path=said[1])
+    assert net.seen[0][:2] == ("batch", 6)
+
+
+class EndsEpochs(Net):
+    """Ends its first epoch with a batch that it does not train on."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if index == BATCHES - 1 and self.current_epoch == 0 else None
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.log("updates", float(self.trainer.global_step))
+        return super().training_step(batch, index)
+
+
+class Rows(DummyLogger):
+    """Notes at which step each number of updates is logged."""
+
+    def __init__(self, rows: dict[float, int]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows |= {metrics["updates"]: step} if "updates" in metrics else {}
+
+
+def test_loggers_count_on_after_an_epoch_that_the_module_has_ended() -> None:
+    def rows_of(directory: str, *stops: int) -> dict[float, int]:
+        rows: dict[float, int] = {}
+        for turn, stop in enumerate([*stops, None]):
+            with contextlib.nullcontext() if stop is None else pytest.raises(Preempted):
+                fit(directory, EndsEpochs, turn, stop, logger=Rows(rows), log_every_n_steps=1)
+        return rows
+
+    assert rows_of(new_directory(), 5, 6) == rows_of(new_directory())
 
 
 def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest.LogCaptureFixture) -> None:
