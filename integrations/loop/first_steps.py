@@ -293,9 +293,14 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def compare_processes(
-    processes: ProcessGroup, state: Any, extras: Mapping[str, Any] | None = None, step: int | None = None
+    processes: ProcessGroup,
+    state: Any,
+    extras: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    *,
+    warns: bool = True,
 ) -> bool:
-    """Raise OptionError if processes train different parameters; given a ``step`` to save, warn if values differ."""
+    """Raise OptionError if processes train different parameters; return whether values differ at a ``step`` to save."""
     if processes.alone:
         return False
     parts: dict[str, int] = {}
@@ -311,7 +316,7 @@ def compare_processes(
         names = processes.agree("the trained parameters", parts, _differing)
         if names and step is None:
             raise OptionError(_OTHER_PARTS % shortened(names, 4))
-        if names and processes.is_primary:
+        if names and warns and processes.is_primary:
             logger.warning(_UNEQUAL, step, shortened(names, 4))
     return bool(names)
 

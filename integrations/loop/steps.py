@@ -264,10 +264,10 @@ class StepSaver:
         assert self.step is not None
         with part_of_save(self._manager, self.step):
             self._saves += 1
-            # Compare before anything else, so that all processes take part.
-            if not self._differs and self._saves.bit_count() == 1:
+            if self._saves.bit_count() == 1:  # compare before anything else, so that all processes take part
                 shared = {name: self._report.extras.get(name) for name in self._templates}
-                self._differs = compare_processes(self._manager.processes, self._report.state, shared, self.step)
+                args = self._manager.processes, self._report.state, shared, self.step
+                self._differs |= compare_processes(*args, warns=not self._differs)
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
             step, state, metrics = self._report.step, self._report.state, taken["metrics"] or {}
