@@ -71,7 +71,7 @@ def test_options_that_make_no_sense(given: dict[str, Any], what: str) -> None:
         (lambda: hf.Local("/dev/shm/x", every=0), "every=0 must be a whole number of at least 1"),
         (lambda: hf.Local("/dev/shm/x", every=2, copies=-1), "copies=-1 must be a whole number of at least 0"),
         (lambda: hf.CheckpointManagerOptions(local="/dev/shm/x"), "must be a Local, such as Local"),  # type: ignore[arg-type]
-        (lambda: hf.Local("/dev/shm/x", every=2, copies=None), "copies=None must be a whole number"),  # type: ignore[arg-type]
+        (lambda: hf.Local("/dev/shm/x", every=2, copies=None), "copies=None must be a whole number of at least 0$"),  # type: ignore[arg-type]
         (lambda: hf.Mirror("what://x"), "unknown scheme"),
         (lambda: hf.Mirror("x", max_to_keep=0), "max_to_keep=0"),
         (lambda: hf.Mirror("x", max_bandwidth="fast"), "max_bandwidth='fast'"),
