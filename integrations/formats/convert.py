@@ -237,7 +237,6 @@ def export_checkpoint(
             done = []
             for original, copy, number, trees in exported:
                 left_out = [line for tree in trees for line in tree.left_out]
-                _warn(original, left_out)
                 done.append(_conversion(original, copy, to, number, trees, left_out))
             return done
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
@@ -247,7 +246,6 @@ def export_checkpoint(
         tree, left_out = without_placeholders(selected(inside, select))
         left_out += tree.left_out
         _write_file(tree, target, to, overwrite, progress or NULL)
-        _warn(checkpoint, left_out)
         return [_conversion(checkpoint, target, to, checkpoint.step if chosen is None else chosen, [tree], left_out)]
 
     patterns = [select] if isinstance(select, str) or select is None else list(select)
@@ -346,13 +344,7 @@ def _import(
         found = [(name, problem) for name in names for problem in written.tree(name).verify(share.advance)]
         if problems := [f"{name}: {problem.leaf or problem.file}: {problem.what}" for name, problem in found]:
             raise DamagedCheckpointError(itemized(f"{target} does not read back as written:", problems))
-    _warn(checkpoint, left_out)
     return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
-
-
-def _warn(checkpoint: CheckpointSource, left_out: Sequence[str]) -> None:
-    for line in left_out:
-        _logger.warning("%s: left out: %s", checkpoint.location, line)
 
 
 def _conversion(
@@ -363,6 +355,9 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
+    """Describe a finished conversion, and warn about the leaves that it left out."""
+    for line in left_out:
+        _logger.warning("%s: left out: %s", checkpoint.location, line)
     # Don't count leaves that the result may lack: leaves without data, and None leaves that may be empty containers.
     all_leaves = (leaf for tree in trees for leaf in tree.leaves)
     leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]

@@ -82,9 +82,8 @@ class FitWitness:
     """Passes the result of each step of a ``fit`` to the witness, which compares resumed steps with recorded ones."""
 
     def __init__(self, fit: Fit, misfits: Misfits | None) -> None:
-        options = fit.options
-        enabled, on_inexact = options.witness, options.on_inexact
-        self.run = Witness(fit.store.manager, enabled=enabled, on_inexact=on_inexact, handing_over=IN_TRAINERS)
+        manager, options = fit.store.manager, fit.options
+        self.run = Witness(manager, enabled=options.witness, on_inexact=options.on_inexact, handing_over=IN_TRAINERS)
         self._fit = fit
         self._misfits = misfits
         self._batch: Any = _NOTHING  # the current batch, if its step is to be compared

@@ -150,7 +150,7 @@ def test_the_record_of_a_run(events: list[dict[str, Any]], state: str | None) ->
     record = RunRecord()
     record.add(events)
     assert record.state == state
-    assert record.has_failed == (event("failed") in events)
+    assert ("failed" in record.states.values()) == (event("failed") in events)
 
 
 def test_the_step_before_the_first_start_is_that_of_the_first_event() -> None:

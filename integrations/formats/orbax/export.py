@@ -177,18 +177,16 @@ class OrbaxPlan:
         }
 
 
-def checkpoint_document(
-    handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
-) -> dict[str, bytes]:
+def checkpoint_document(handlers: str | Mapping[str, str], source: CheckpointSource) -> dict[str, bytes]:
     """Map the name of each checkpoint-level file to its contents. The file that marks a finished save comes last."""
-    nanoseconds = int((time.time() if committed is None else committed) * 1e9)
+    nanoseconds = int((time.time() if source.time is None else source.time) * 1e9)
     document = {
         "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": nanoseconds,
         "commit_timestamp_nsecs": nanoseconds,
-        "custom_metadata": dict(custom or {}),
+        "custom_metadata": dict(source.custom_metadata or {}),
     }
     return {CHECKPOINT_FILE: json_file(document), COMMITTED: b"Exported by holdfast\n"}
 
@@ -315,7 +313,7 @@ def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[
     if source.metrics is not None and METRICS_FOLDER not in handlers:
         files[f"{METRICS_FOLDER}/{METRICS_FOLDER}"] = json_file(source.metrics)
         handlers[METRICS_FOLDER] = JSON_HANDLER
-    return files | checkpoint_document(handlers, source.time, source.custom_metadata)
+    return files | checkpoint_document(handlers, source)
 
 
 def _export(
@@ -340,7 +338,7 @@ def _export(
     is_one_tree = not managed and len(plans) == len(wanted) == 1
     if is_one_tree:
         (plan,) = plans.values()
-        files = plan.files() | checkpoint_document(TREE_HANDLER, source.time, source.custom_metadata)
+        files = plan.files() | checkpoint_document(TREE_HANDLER, source)
     else:
         files = _files(source, folders, plans)
     share.expect(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))

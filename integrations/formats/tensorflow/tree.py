@@ -61,12 +61,7 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
         return np.array(texts, f"S{max(longest, 1)}").reshape(shape)
     if len(texts) > MOST_LEAVES:
         raise UnsupportedLeafError(f"{len(texts)} pieces of text that no numpy array can hold")
-    return as_objects(texts, shape).tolist()
-
-
-def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return text as an object array of bytes."""
-    return np.fromiter(texts, object, len(texts)).reshape(shape)
+    return np.fromiter(texts, object, len(texts)).reshape(shape).tolist()
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
@@ -403,7 +398,7 @@ class BundleTree(StoredTree, NamedVariables):
             raise ObjectNotFoundError(f"{self.location} has no tensor {name!r:.200}")
         if self._bundle.is_text(name):
             texts = self._bundle.texts(name)
-            return as_objects(texts, entry.shape) if entry.shape else texts[0]
+            return np.fromiter(texts, object, len(texts)).reshape(entry.shape) if entry.shape else texts[0]
         if name not in self._tensor_names:
             raise UnsupportedLeafError(f"{self.location}: tensor {name!r:.200} has {unknown_type(entry.kind)}")
         (array,) = self.read_leaves([self._leaves[self._tensor_names[name]]])
