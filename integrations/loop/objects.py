@@ -363,6 +363,13 @@ def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
             queue += [(f"{name}.{key}", part) for key, part in below if not is_python_value(part)]
 
 
+def sharded_modules(root: Any) -> list[Any]:
+    """Return the FSDP2 modules in a state; after a forward pass alone, they show whole parameters until `reshard`."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    modules = chain(*(module.modules() for _, module in located(root, _is_module))) if fsdp is not None else ()
+    return [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+
 def _is_module(value: object) -> bool:
     torch: Any = loaded("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
