@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.distributed import current_coordinator
 from ...engine.errors import UnsupportedLeafError, shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
+from ...engine.loaders import derives
 from ...engine.pytree import (
     Sampler,
     Samples,
@@ -365,9 +366,8 @@ def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
 
 def sharded_modules(root: Any) -> list[Any]:
     """Return the FSDP2 modules in a state; after a forward pass alone, they show whole parameters until `reshard`."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    modules = chain(*(module.modules() for _, module in located(root, _is_module))) if fsdp is not None else ()
-    return [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+    modules = chain(*(module.modules() for _, module in located(root, _is_module)))
+    return [module for module in modules if derives(module, "FSDPModule", "torch.")]
 
 
 def _is_module(value: object) -> bool:
