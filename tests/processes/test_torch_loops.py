@@ -163,7 +163,7 @@ def save_wrapped(process: Process, directory: str) -> str:
 
 def test_an_object_whose_state_is_divided_is_refused_with_advice(tmp_path: Path) -> None:
     errors = run_processes(save_wrapped, 2, str(tmp_path), backend="torch")
-    assert any("hand over the module, optimizer or arrays themselves in its place" in error for error in errors)
+    assert any("Hand over the module, optimizer or arrays, not an object" in error for error in errors)
 
 
 def average(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
