@@ -125,7 +125,8 @@ def validate(process: Process, directory: str, last: int) -> tuple[list[float], 
             with torch.no_grad():
                 model(torch.ones(2, 3))
             checkpoint.on_step(step, state)
-    return [value for part in model.parameters() for value in part.full_tensor().flatten().tolist()], logged.warnings
+    parts: Any = model.parameters()
+    return [value for part in parts for value in part.full_tensor().flatten().tolist()], logged.warnings
 
 
 def test_a_validation_before_the_report_leaves_the_shards_of_fsdp(tmp_path: Path) -> None:
