@@ -333,7 +333,8 @@ def loaded_state(loader: Any, state: Any) -> dict[str, Any]:
 
 def load_unwrapped(loader: Any, state: Mapping[str, Any]) -> None:
     """Load a state of torchdata into a loader, without the methods of a subclass."""
-    next(cls for cls in type(loader).__mro__ if cls.__module__.startswith("torchdata.")).load_state_dict(loader, state)
+    kind: Any = next(cls for cls in type(loader).__mro__ if cls.__module__.startswith("torchdata."))
+    kind.load_state_dict(loader, state)
 
 
 def _yielded(state: Mapping[str, Any]) -> int:

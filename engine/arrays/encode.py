@@ -165,8 +165,7 @@ def _gather(source: Source, box: Box) -> Bytes:
         raise StateError(
             f"{format_path(source.name)}: this process must write {box.size} elements from {list(box.start)} of shape "
             f"{list(source.spec.shape)}, but lacks {missing} of them, which its sharding assigns to it. "
-            "If this is in the state of an object, which each process saves alone, hand over the module, optimizer or "
-            "arrays themselves in its place"
+            "Hand over the module, optimizer or arrays, not an object with them in a state that each process saves"
         )
     return chunk.reshape(-1).view(np.uint8)
 

@@ -356,8 +356,7 @@ class Rendezvous:
         except ConnectionError as error:
             message = (
                 f"{self.name}: the store that connects the processes is gone, so its server (process 0 or the "
-                f"launcher) must have ended or been stopped ({error}); check their logs. If the program disconnects "
-                "its processes, as destroy_process_group does, it must close the callback or the manager before"
+                f"launcher) must have ended, been stopped or called destroy_process_group ({error}); check their logs"
             )
             raise PeerFailedError(message, 0) from error
 

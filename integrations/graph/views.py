@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.errors import OptionError
+from ...engine.loaders import derives
 from ...engine.pytree import (
     KeyProblem,
     PackedNumbers,
@@ -161,6 +162,8 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if (keras := keras_kind(value)) is not None:
         return _keras(keras, value, slot)
     if is_module(value):
+        if derives(value, "FSDPModule", "torch."):
+            value.reshard()  # after a forward pass alone, it shows whole parameters
         return Branch(class_name(value), _attributes(value, module_children(value), slot))
     if is_optimizer(value):
         return _optimizer(value, slot)

@@ -107,8 +107,7 @@ _AS_EXTRAS = (
 _OTHER_PARTS = f"the processes train other parameters (%s), and must have the same in the state. {_AS_EXTRAS}"
 _UNEQUAL = (
     "step %d is saved although other processes hold other values of %s: a resume gives all processes the same. If they "
-    "should be equal, broadcast parameters before the first step, and buffers (running_mean) before each on_step. "
-    f"{_AS_EXTRAS}"
+    f"should be equal, broadcast them before the first step, and buffers before each on_step. {_AS_EXTRAS}"
 )
 _OTHERWISE = (
     "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages of weights. Or "
@@ -304,7 +303,6 @@ def compare_processes(
     if processes.alone:
         return False
     parts: dict[str, int] = {}
-    names: list[str] = []
     with contextlib.suppress(Exception):  # even after an error, answer the waiting processes
         alike = _alike(state, extras or {}, only_trained=step is None)
         parts = {f"{name} {[*leaf.shape]}": 0 for name, leaf in alike.items() if is_torch_tensor(leaf)}
@@ -318,7 +316,8 @@ def compare_processes(
             raise OptionError(_OTHER_PARTS % shortened(names, 4))
         if names and warns and processes.is_primary:
             logger.warning(_UNEQUAL, step, shortened(names, 4))
-    return bool(names)
+        return bool(names)
+    return False
 
 
 def _differing(values: Iterable[Mapping[str, int]]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.distributed import current_coordinator
 from ...engine.errors import UnsupportedLeafError, shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
+from ...engine.loaders import derives
 from ...engine.pytree import (
     Sampler,
     Samples,
@@ -361,6 +362,12 @@ def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
             elif not (is_torch_tensor(value) or is_versioned(value) or library in _FOREIGN):
                 below = getattr(value, "__dict__", {}).items()
             queue += [(f"{name}.{key}", part) for key, part in below if not is_python_value(part)]
+
+
+def sharded_modules(root: Any) -> list[Any]:
+    """Return the FSDP2 modules in a state; after a forward pass alone, they show whole parameters until `reshard`."""
+    modules = chain(*(module.modules() for _, module in located(root, _is_module)))
+    return [module for module in modules if derives(module, "FSDPModule", "torch.")]
 
 
 def _is_module(value: object) -> bool:

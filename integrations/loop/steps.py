@@ -34,7 +34,7 @@ from .extras import (
 )
 from .first_steps import FirstSteps, compare_processes
 from .initial import HYPERPARAMETERS, Hyperparameters
-from .objects import VersionCounters, is_versioned
+from .objects import VersionCounters, is_versioned, sharded_modules
 from .states import STATE, Start, StateAdapter, is_deleted, located
 from .trees import refused_by
 from .witnessing import Witness
@@ -189,6 +189,7 @@ class StepSaver:
         self._first_steps: FirstSteps | None = FirstSteps(adapter)
         self._has_warned = self._differs = False  # warned of gradients; values differ between processes
         self._saves = 0
+        self._sharded: list[Any] = []
 
     @property
     def step(self) -> int | None:
@@ -205,6 +206,7 @@ class StepSaver:
         self._step_offset = start.offset
         self._ask(lambda first: first.look_at_start(start, grows=grows))
         versioned = {name: extra for name, extra in start.extras.items() if is_versioned(extra)}
+        self._sharded = sharded_modules({STATE: start.state, **versioned})
         self._versions.watch(self._live(start.state, versioned))
 
     def _live(self, state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,6 +225,8 @@ class StepSaver:
 
     def update(self, report: Report) -> None:
         """Record a step that the loop has completed. In a resumed run, compare the step with its earlier record."""
+        for module in self._sharded:
+            module.reshard()
         self._ask(lambda first: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
         # Drop the batch, because the next batch may need its memory.
@@ -240,6 +244,8 @@ class StepSaver:
 
     def show(self, report: Report) -> None:
         """Let the witness record a step that follows the save at a preemption. The step itself is not saved."""
+        for module in self._sharded:
+            module.reshard()
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         if self._witness.watches:
             self._witness.note(lambda: report.seen(positions), report.epochs)

@@ -106,6 +106,37 @@ def test_parameters_that_are_divided(tmp_path: Path) -> None:
     assert hf.verify(tmp_path / "run").ok
 
 
+def validate(process: Process, directory: str, last: int) -> tuple[list[float], list[str]]:
+    """Trains with FSDP2, with a forward pass alone before each report; returns the weights and the warnings."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    fully_shard(model, mesh=torch_mesh(process.count))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=2, save_at_end=False) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        while step < last:
+            step += 1
+            model(torch.full((2, 3), float(step))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+            checkpoint.on_step(step, state)
+    parts: Any = model.parameters()
+    return [value for part in parts for value in part.full_tensor().flatten().tolist()], logged.warnings
+
+
+def test_a_validation_before_the_report_leaves_the_shards_of_fsdp(tmp_path: Path) -> None:
+    """Before, the optimizer's state was not saved, and the next backward pass failed."""
+    whole = run_processes(validate, 2, str(tmp_path / "whole"), 5, backend="torch")
+    run_processes(validate, 2, str(tmp_path / "run"), 3, backend="torch")
+    assert run_processes(validate, 2, str(tmp_path / "run"), 5, backend="torch") == whole
+    assert [warnings for _, warnings in whole] == [[], []]
+
+
 def save_wrapped(process: Process, directory: str) -> str:
     """Saves an object whose state has a DTensor, as that of a wrapper around a module; returns the error."""
     import torch
@@ -124,8 +155,8 @@ def save_wrapped(process: Process, directory: str) -> str:
     wrapper = Wrapper()
     try:
         with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-            state, _ = checkpoint.restore_or_initialize({}, wrapper=wrapper)
-            checkpoint.on_step(1, state, wrapper=wrapper)
+            checkpoint.restore_or_initialize({}, wrapper=wrapper)
+            checkpoint.on_step(1, {}, wrapper=wrapper)
     except hf.SaveFailedError as error:
         return str(error)
     return ""
@@ -133,7 +164,7 @@ def save_wrapped(process: Process, directory: str) -> str:
 
 def test_an_object_whose_state_is_divided_is_refused_with_advice(tmp_path: Path) -> None:
     errors = run_processes(save_wrapped, 2, str(tmp_path), backend="torch")
-    assert any("hand over the module, optimizer or arrays themselves in its place" in error for error in errors)
+    assert any("Hand over the module, optimizer or arrays, not an object" in error for error in errors)
 
 
 def average(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
