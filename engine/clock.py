@@ -85,9 +85,9 @@ def format_size(number: int) -> str:
     """Format a number of bytes with a decimal unit, such as "1.2 MB"."""
     if number < 1000:
         return f"{number} B"
-    value = float(number)
-    for unit in ("", "kB", "MB", "GB", "TB"):
-        if unit and value < 999.95:
+    value = number / 1000
+    for unit in ("kB", "MB", "GB", "TB"):
+        if value < 999.95:
             return f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} PB"

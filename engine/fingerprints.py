@@ -199,11 +199,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_open(cls: type) -> bool:
     """Return whether a class belongs to the program or a data library, in which case its instances are searched."""
-    module = sys.modules.get(cls.__module__)
-    if cls.__module__.startswith(_OPEN):
-        return True
-    file = getattr(module, "__file__", None)
-    return cls.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    is_own = cls.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
+    return is_own or cls.__module__.startswith(_OPEN)
 
 
 def _is_trainer(obj: object) -> bool:

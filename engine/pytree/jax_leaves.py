@@ -155,24 +155,19 @@ class HostCopies:
         self.pinned_bytes = pinned_bytes
         if not arrays or (jax.default_backend() == "cpu" and "cpu" not in PINNED_PLATFORMS):
             return
+        chosen: dict[int, Any] = {}
         with jax.transfer_guard("allow"):  # a transfer guard is meant to catch implicit copies, not this one
-            self._start()
-
-    def _start(self) -> None:
-        arrays = self._arrays
-        chosen: list[int] = []
-        for number, array in enumerate(arrays):
-            if 0 < array.nbytes <= self.pinned_bytes and _is_plain(array.dtype) and _may_be_pinned(array.sharding):
-                self.pinned_bytes -= array.nbytes
-                chosen.append(number)
-            else:
-                array.copy_to_host_async()
-        try:
-            sources = [arrays[number] for number in chosen]
-            shardings = [array.sharding.with_memory_kind("pinned_host") for array in sources]
-            self._pinned = dict(zip(chosen, jax.device_put(sources, shardings), strict=True))
-        except RuntimeError as error:
-            self._go_without(error)
+            for number, array in enumerate(arrays):
+                if 0 < array.nbytes <= self.pinned_bytes and _is_plain(array.dtype) and _may_be_pinned(array.sharding):
+                    self.pinned_bytes -= array.nbytes
+                    chosen[number] = array
+                else:
+                    array.copy_to_host_async()
+            try:
+                shardings = [array.sharding.with_memory_kind("pinned_host") for array in chosen.values()]
+                self._pinned = dict(zip(chosen, jax.device_put([*chosen.values()], shardings), strict=True))
+            except RuntimeError as error:
+                self._go_without(error)
 
     def wait(self) -> list[Any]:
         """Wait for all copies and return them; from then on, the program may donate the originals."""

@@ -28,7 +28,7 @@ _STEP = 1 << 16  # number of elements that are cast and checked at a time, few e
 
 
 class CastProblem(ValueError):  # noqa: N818 - becomes one line of an error that names the leaf
-    """Raised for a value that the requested dtype cannot hold; the message suggests a remedy."""
+    """Raised for a value or an array that cannot be made as requested; the message suggests a remedy."""
 
 
 def cast_checked(array: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -177,10 +177,6 @@ def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
     return jax_leaves.on_saved_devices(template.sharding, saved.details)
 
 
-class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """Raised for a number that the template cannot hold, or an array that cannot be sharded as requested."""
-
-
 @collection_paused()
 def materialize(
     templates: Sequence[LeafTemplate | None],
@@ -235,7 +231,7 @@ def materialize(
                     results[index] = _torch(template, pieces, leaf.details.get(torch_leaves.STRIDES))
                 else:
                     results[index] = pieces[0][()] if template.kind == "numpy_scalar" else pieces[0]
-        except _Inexact as error:
+        except CastProblem as error:
             differences.append(str(error))
     if differences:
         raise TreeMismatchError("these leaves cannot be loaded exactly as requested:", differences)
@@ -288,9 +284,9 @@ def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name
     return type(template.leaf)(plain) if isinstance(template.leaf, Enum) else plain
 
 
-def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
+def _inexact(template: LeafTemplate, value: Any, name: str) -> CastProblem:
     expected = f"a Python {template.kind}" if template.kind in NUMBER_KINDS else str(template)
-    return _Inexact(difference(format_path(name), expected, value, template.origin))
+    return CastProblem(difference(format_path(name), expected, value, template.origin))
 
 
 def _part(
@@ -300,7 +296,7 @@ def _part(
     try:
         cut = partition(template, leaf)
     except ValueError as error:
-        raise _Inexact(f"{format_path(template.name)}: {template} cannot be split as requested: {error}") from error
+        raise CastProblem(f"{format_path(template.name)}: {template} cannot be split as requested: {error}") from error
     if cut is None or array is None:
         return None
     return cut, [array[box.within(whole(array.shape))].copy() for box in cut.stored]
@@ -327,7 +323,7 @@ def _cast(template: LeafTemplate, value: Any, name: str) -> NDArray[Any]:
     try:
         return cast(value, template.dtype)
     except CastProblem as problem:
-        raise _Inexact(f"{format_path(name)}: {problem} (the {template.origin} asks for {template.dtype})") from None
+        raise CastProblem(f"{format_path(name)}: {problem} (the {template.origin} asks for {template.dtype})") from None
 
 
 def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:

@@ -63,14 +63,9 @@ def escape_first(key: str) -> str:
 def unescape_key(text: str) -> str:
     if text.isidentifier():
         return text  # the common case
-    if "%" not in text:
-        if not text or _ESCAPED.search(text):
-            raise ValueError(f"{text!r} is not an escaped key")
-        return text
     if text == "%":
         return ""
-    rest = _SEQUENCE.sub("", text)
-    if _ESCAPED.search(rest):
+    if not text or _ESCAPED.search(_SEQUENCE.sub("", text)):
         raise ValueError(f"{text!r} is not an escaped key")
     # Each run of escapes is decoded separately, so that a lone surrogate does not combine with its neighbor.
     return _SEQUENCE.sub(lambda match: _decode(match.group(), text), text)

@@ -111,18 +111,12 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
         wanted = template.leaf
         return compare_metadata(template.name, wanted, saved) if isinstance(wanted, LeafMetadata) else None
     reason = ""
-    if template.kind == "jax" and template.dtype is not None:
-        actual = jax_leaves.narrowed(template.dtype)
-        if actual is not None:
-            reason = f"; jax would convert it to {actual}: set jax_enable_x64, or ask for a numpy array"
     is_new = template.cast or (template.leaf is None and template.variant is None)
-    if (
-        template.kind == "torch"
-        and template.dtype is not None
-        and is_new
-        and not torch_leaves.torch_name(template.dtype)
-    ):
-        reason = "; torch has no such dtype"
+    if template.dtype is not None:
+        if template.kind == "jax" and (actual := jax_leaves.narrowed(template.dtype)) is not None:
+            reason = f"; jax would convert it to {actual}: set jax_enable_x64, or ask for a numpy array"
+        elif template.kind == "torch" and is_new and not torch_leaves.torch_name(template.dtype):
+            reason = "; torch has no such dtype"
     if not reason and _fits(template, saved):
         return None
     where = format_path(template.name) if path is None else path
@@ -421,10 +415,8 @@ def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> Le
         return _like_saved(template, saved, keeps_kind=now.kind != began.kind)
     if now.is_like(then):
         return template
-    return (
-        f"{format_path(template.name)}: expected {now} (the fresh state), found {then} (checkpoint), in a run that "
-        f"began with {began}"
-    )
+    changed = difference(format_path(template.name), now, then, "the fresh state")
+    return f"{changed}, in a run that began with {began}"
 
 
 def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> LeafTemplate:
