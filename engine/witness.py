@@ -71,6 +71,7 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
+        self._generators: dict[str, tuple[Any, int]] = {}  # last state of each Python generator, with its checksum
         self._begun = self.attributes = self._attributes(seen)  # attributes at the start and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
@@ -82,7 +83,7 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        generators = checksums(seen.generators) if same is None else same.record["generators"]
+        generators = self._checksums(seen.generators) if same is None else same.record["generators"]
         record: Record = {"k": k, "step": seen.step, "generators": generators}
         state = dict(zip(ways.names, leaves, strict=True))
         gradients = _gradients(state, ways.trained(seen.root)) if k else {}
@@ -115,6 +116,16 @@ class Recorder:
             passing = chain.from_iterable(values.values() for layer, values in layers.items() if layer != "state")
             samples = self._sampler.take(leaves, [*passing])
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
+
+    def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
+        """Return checksums of generator states, reusing those of Python generators, which rarely change."""
+        # Only states of random.Random are tuples that contain a tuple; the tuple of a RandomState contains an array.
+        tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
+        last = self._generators
+        sums = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
+        sums |= checksums({name: state for name, state in generators.items() if name not in sums})
+        self._generators = {name: (state, sums[name]) for name, state in tuples.items()}
+        return sums
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
         """Return the plain attributes of the program's objects as text, by name."""

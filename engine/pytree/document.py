@@ -106,6 +106,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
+_FEW = 8  # maximum number of keys to search for one by one; for more keys, a loop over all children is faster
 _Progress = Sequence[tuple[Pattern, Collection[int]]]  # (pattern, positions reached in it so far); see `Pattern`
 
 
@@ -121,8 +122,11 @@ class _Lookup:
         """Reduce a container to its matching leaves; None if no leaf matches. ``number`` leaves precede it."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
-        if set(map(type, segments)) - {str}:  # some keys are not strings
+        try:
+            text = "\n".join(["", *segments, ""])
+        except TypeError:  # some keys are not strings
             segments = _decode_keys(stored, "", {})[1]
+            text = "\n".join(["", *segments, ""])
         wild: list[tuple[Pattern, Collection[int]]] = []
         literal: dict[str, list[tuple[Pattern, Collection[int]]]] = {}  # patterns, keyed by the next key to match
         for pattern, positions in progress:
@@ -130,10 +134,16 @@ class _Lookup:
             for entries in [wild] if keys is None else [literal.setdefault(each, []) for each in {*keys}]:
                 entries.append((pattern, positions))
         indices: Iterable[int] = range(len(children))
-        if not wild:  # look only at children that a literal key can match, also before an escaped dot
+        if not wild:  # avoid a Python loop over the children
             texts = {each.replace(".", "%2E") for each in literal}
-            heads = ((each, each.partition("%2E")[0]) for each in segments)
-            indices = compress(indices, [not texts.isdisjoint(each) for each in heads])
+            if len(texts) <= _FEW and not any(f"\n{each}%2E" in text for each in texts):
+                offsets = [text.find(f"\n{each}\n") for each in texts]
+                indices = sorted(text.count("\n", 0, offset) for offset in offsets if offset >= 0)
+            elif "%2E" in text:  # an escaped dot may separate several pattern keys
+                heads = ((each, each.partition("%2E")[0]) for each in segments)
+                indices = compress(indices, [not texts.isdisjoint(each) for each in heads])
+            else:
+                indices = compress(indices, map(texts.__contains__, segments))
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:

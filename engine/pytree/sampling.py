@@ -62,9 +62,13 @@ class Samples:
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
-            flat, positions = group.fetch(), np.array(group.positions)
+            flat = group.fetch()
+            if flat.size == 1:
+                digests[group.positions], values[group.positions] = _of_number(flat.tobytes(), flat.dtype)
+                continue
+            positions = np.array(group.positions)
+            digests[positions] = _digests(flat, group.counts)
             with np.errstate(all="ignore"):
-                digests[positions] = _digests(flat, group.counts)
                 values[positions] = _real(flat[_chosen(group.counts, shown)])
         return digests, values
 
@@ -366,6 +370,14 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     sums = np.add.reduceat(bits, starts) * _WEIGHTS[0]
     folded: NDArray[np.uint32] = ((sums >> np.uint64(32)) ^ sums).astype(np.uint32)
     return np.maximum(folded, 1)
+
+
+@functools.lru_cache(64)  # cached, because numbers such as learning rates seldom change
+def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
+    """Return the digest and value of a single-element array."""
+    flat = np.frombuffer(content, dtype)
+    with np.errstate(all="ignore"):
+        return int(_digests(flat, (1,))[0]), float(_real(flat)[0])
 
 
 def _real(array: NDArray[Any]) -> NDArray[np.float32]:
