@@ -453,7 +453,8 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
         )
     held = {**getattr(loader, "__dict__", {}), "_iterator": None} if derives(loader, "DataLoader", "torch.") else {}
     kept = [key for key, value in held.items() if derives(value, "_BaseDataLoaderIter", "torch.")]
-    if kept and (loader.num_workers or generators_of(loader)):
+    workers: Any = getattr(loader, "num_workers", 0)
+    if kept and (workers or generators_of(loader)):
         raise OptionError(
             f"this {name} keeps one iterator for all epochs ({', '.join(kept)}): its workers begin an epoch, and its "
             "generator draws for it, before the last epoch has ended, so that a resume would have other batches. Use a "

@@ -39,8 +39,10 @@ _MOST_ENTRIES = 256  # maximum number of entries to convert to text; larger cont
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
 # Libraries whose objects are not searched.
-_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")
-_LIBRARIES += ("multiprocessing", "concurrent")
+_LIBRARIES = (
+    *("torch", "numpy", "jax", "jaxlib", "optax"),
+    *("builtins", "concurrent", "logging", "multiprocessing", "queue", "threading"),
+)
 
 _Get = Callable[[Any, Any], Any]
 

@@ -605,7 +605,7 @@ class Endless(data.DataLoader[Any]):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(Images(), batch_size=3, shuffle=True, **options)
-        order = self.batch_sampler
+        order: Any = self.batch_sampler
         object.__setattr__(self, "batch_sampler", itertools.chain.from_iterable(itertools.repeat(order)))
         self.iterator = super().__iter__()
 
