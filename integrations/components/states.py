@@ -271,7 +271,6 @@ def prepare_state(
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # no warnings, because the report lists unrestored values
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
