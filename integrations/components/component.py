@@ -25,6 +25,7 @@ from .restoring import TreeConstruction, TreeRestore, kept_values, locate
 from .saving import prepare
 from .states import (
     call_get_state,
+    copied,
     default_state,
     divided,
     fetched,
@@ -320,7 +321,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
             yield from (child,) if overrides(child.value, "get_state") else owned(child)
 
     def take(component: LiveComponent) -> dict[str, Any]:
-        state = default_state(component, snapshot=True)
+        state: dict[str, Any] = copied(default_state(component))
         for child in selected(component):
             state[child.name] = of_own(child) if overrides(child.value, "get_state") else take(child)
         return state

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from ...engine.arrays import SavedLeaf
 from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError, TreeMismatchError, shortened
 from ...engine.pytree import ARRAY_KINDS, PathFilter, Patterns, escape_key, import_path, loaded
 from ...engine.sources import Misfits
@@ -22,8 +21,6 @@ from .reading import SavedComponent, all_components, descend
 from .states import OwnReport, forget_moments, is_remote, overrides, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
-# Returns True if the program keeps its own value at a path in a component.
-Keep = Callable[[Path, SavedLeaf | None], bool]
 _KEPT = (
     "; nothing was changed. A path is the component's path followed by the value's, such as "
     "'learner/optimizer/**'; a component with its own set_state takes all of its state"
@@ -42,8 +39,8 @@ class TreeRestore:
     saved: SavedComponent
     _: KW_ONLY
     strict: bool
-    keep: Keep | PathFilter | None = None
-    fresh: bool = False  # whether the component was just constructed
+    keep: PathFilter | None = None  # excludes the values that the program keeps
+    overridden: Collection[str] | None = None  # constructor arguments by the program; None if not just constructed
     misfits: Misfits | None = None  # records values that do not fit; these are left unchanged
     modes: bool = False  # whether to restore module modes and ``requires_grad`` flags as well
 
@@ -58,7 +55,7 @@ class TreeRestore:
         if self.strict and (left_out := self._left_out()):
             headline = "has values that cannot be restored (strict=True); nothing was changed:"
             raise TreeMismatchError(f"{self.saved.location} {headline}", left_out)
-        if isinstance(self.keep, PathFilter):
+        if self.keep is not None:
             self.keep.check(self._saved_paths(opened), _KEPT)
         self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
         self._done: dict[Path, OwnReport] = {}
@@ -126,9 +123,10 @@ class TreeRestore:
         """Restore all components, including those that are created during the restore."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # the last component needs no snapshot, because nothing can fail after its restore
+            if self.overridden is None:
+                # The last component needs no snapshot, because nothing can fail after its restore.
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
-                self._asked = own_states(remote, snapshot=True, partial=True)
+                self._asked = own_states(remote, snapshot=True)
             for path in self._origins:
                 self._set(live[path], self._states.pop(path), last=not self._states)
             while new := self._new_origins():
@@ -165,22 +163,22 @@ class TreeRestore:
         return new
 
     def _set(self, live: LiveComponent, change: Callable[[], OwnReport], *, last: bool) -> None:
-        if not last and not self.fresh:
-            before = self._asked if live.path in self._asked else own_states([live], snapshot=True, partial=True)
+        if not last and self.overridden is None:
+            before = self._asked if live.path in self._asked else own_states([live], snapshot=True)
             self._before.append((live, before[live.path]))
         self._done[live.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
         """Return the paths of values that a component keeps instead of restoring them."""
-        keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
-        if isinstance(keep, PathFilter):
-            return [path for path, _ in values if not keep.chooses((*above, *path))]
-        return [path for path, name in values if keep is not None and keep(path, stored.leaves.get(name or ""))]
+        values = [(stored.graph.path(number), str(node.value)) for number, node in stored.graph.values()]
+        if self.keep is not None:
+            return [path for path, _ in values if not self.keep.chooses((*above, *path))]
+        # Overrides take precedence over plain values of the same name in the state, such as optimizer options.
+        named = [(path, stored.leaves.get(name)) for path, name in values if path[-1] in (self.overridden or ())]
+        return [path for path, leaf in named if leaf is not None and leaf.saved.kind not in ARRAY_KINDS]
 
     def _undo(self) -> None:
         for live, state in reversed(self._before):
-            if isinstance(state, dict) and not state:
-                continue
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
             except Exception:  # only logged, so that the caller gets the original error
@@ -257,13 +255,8 @@ class TreeConstruction:
         except ConstructorFailed as failed:
             (error,) = failed.args
             raise error from error.__cause__
-        # Overrides take precedence over plain values of the same name in the state, such as optimizer options.
-        names = {escape_key(name) for name in overrides}
-
-        def keep(path: Path, leaf: SavedLeaf | None) -> bool:
-            return path[-1] in names and leaf is not None and leaf.saved.kind not in ARRAY_KINDS
-
-        TreeRestore(live_tree(value), self.saved, strict=strict, keep=keep, fresh=True).run()
+        overridden = {escape_key(name) for name in overrides}
+        TreeRestore(live_tree(value), self.saved, strict=strict, overridden=overridden).run()
         return value
 
     def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:

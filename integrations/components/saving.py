@@ -161,7 +161,7 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
                 format_component_path(component.path),
                 name,
             )
-    return own_states(live.walk())
+    return own_states(list(live.walk()))
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:

@@ -133,17 +133,18 @@ def fetched(
         pool.shutdown(cancel_futures=True)
 
 
-def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture component states. If ``partial``, do not raise errors for components and optimizer values left out."""
+def own_states(components: Sequence[LiveComponent], *, snapshot: bool = False) -> dict[Path, Any]:
+    """Capture component states; a ``snapshot``, which undoes a restore, is copied and may leave out other objects."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
 
-    components, states = list(live), dict[Path, Any]()
+    states = {}
     with fetched(components, ask) as take:
         for component in components:
             if not overrides(component.value, "get_state"):
-                states[component.path] = default_state(component, snapshot=snapshot, partial=partial)
+                state = default_state(component, partial=snapshot)
+                states[component.path] = copied(state) if snapshot else state
                 continue
             state, names = take(component), {child.name for child in component.children}
             if isinstance(state, Mapping) and names & state.keys():
@@ -158,8 +159,8 @@ def fresh_components(root: Any) -> dict[str, FreshObjects]:
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
 
-def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
-    """Capture the state of a component without its own ``get_state``."""
+def default_state(component: LiveComponent, *, partial: bool = False) -> dict[str, Any]:
+    """Return the state of a component without its own ``get_state``; if not ``partial``, refuse what would be lost."""
     graph = own_graph(component)
     if not partial:
         _refuse_unnamed(component, graph)
@@ -173,7 +174,7 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
         if GRAPH in state:
             raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, which is a reserved name")
         state[GRAPH] = json.dumps(captured.document, separators=(",", ":"))
-    return dict(copied(state)) if snapshot else state
+    return state
 
 
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
@@ -197,12 +198,11 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError if optimizer values would be lost because no component holds their parameters."""
-    lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
         f"{shortened([str(list(parameter.shape)) for parameter in parameters], 3)}"
-        for node, parameters in lost
-        if parameters
+        for node in graph.nodes
+        if (parameters := outside_parameters(node))
     ]
     if lines:
         raise UnsupportedLeafError(
@@ -271,7 +271,6 @@ def prepare_state(
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # no warnings, because the report lists unrestored values
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
@@ -286,7 +285,7 @@ def prepare_state(
         ) from error
 
     def apply() -> OwnReport:
-        before = {} if modes else _options(graph)
+        before = _options(graph)
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
@@ -302,9 +301,9 @@ def prepare_state(
         missing = [path for path in report.missing if path not in kept]
         unused = tuple(path for path in unused if path not in kept)
         fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-        pairs = {} if modes else {path: (before.get(path, value), value) for path, value in _options(graph).items()}
-        changed = [f"{path} = {now} (program {mine})" for path, (mine, now) in pairs.items() if mine != now]
-        changed += restoration.restore_modes() if modes else []
+        pairs = [(path, before.get(path, now), now) for path, now in _options(graph).items() if not modes]
+        options = [f"{path} = {now} (program {mine})" for path, mine, now in pairs if mine != now]
+        changed = restoration.restore_modes() if modes else options
         return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), tuple(changed))
 
     return apply
@@ -337,10 +336,8 @@ def _called(component: LiveComponent) -> str:
     return f"component {format_component_path(component.path)} ({name})" if component.path else name
 
 
-def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
+def stored_state(state: Mapping[str, Any], source: Location = _GIVEN) -> StoredGraph:
     """Open an in-memory state for a component without its own ``set_state``."""
-    if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
     document = None if state.get(GRAPH) is None else read_document(state[GRAPH], source)
     flat = flatten(pack_tree(values))

@@ -187,9 +187,9 @@ def saved_counter(stored: StoredGraph) -> int | None:
     """Read the number of a numbered checkpoint, or return None for any other checkpoint."""
     node = stored.graph.find((COUNTER,))
     leaf = None if node is None else stored.leaves.get(str(stored.graph.nodes[node].value))
-    if node is None or leaf is None or leaf.saved.shape not in (None, ()):
+    if leaf is None or leaf.saved.shape not in (None, ()):
         return None
-    value = stored.load([str(stored.graph.nodes[node].value)])[0]
+    (value,) = stored.load([leaf.name])
     return int(value) if isinstance(value, int) or np.issubdtype(getattr(value, "dtype", object), np.integer) else None
 
 

@@ -258,7 +258,7 @@ class Restoration:
         self.retired = False  # whether a later restore supersedes this one
         self.reported: set[Path] = set()  # paths of unrestored values that a save has already logged
         self._holders: list[weakref.ref[Any]] = []
-        self._keepers: list[Keeper] = []
+        self._keeper = Keeper()
 
     @property
     def root(self) -> Node | Part:
@@ -275,13 +275,11 @@ class Restoration:
 
     def advance(self) -> None:
         """Restore all values below the root that have not been restored yet."""
-        with collection_paused():
-            self._write(*self._prepared(self._matching.from_root(self.root)))
+        self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
         """Read the values to restore (with ``misfits``, only values that fit); return a function that assigns them."""
-        with collection_paused():
-            values, settled = self._prepared(self._matching.from_root(self.root), misfits)
+        values, settled = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(assignment for assignment, _ in values), *settled)  # so that the report counts them as restored
         return partial(self._write, values, settled)
 
@@ -389,6 +387,7 @@ class Restoration:
     def _chooses(self, path: Path) -> bool:
         return path not in self._ignored and self._filter.chooses(path)
 
+    @collection_paused()
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
@@ -409,7 +408,7 @@ class Restoration:
             for key in filter(mapping.__contains__, order):
                 mapping[key] = mapping.pop(key)
         for assignment, _ in values:
-            note_writer(assignment.slot, self._number, self._keepers)
+            note_writer(assignment.slot, self._number, self._keeper)
         self._note(*(assignment for assignment, _ in values), *settled)
         self._wait()
 

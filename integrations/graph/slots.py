@@ -73,14 +73,13 @@ class Attachment:
     anchor: Any
     trail: Path
     value: Any
-    change: Callable[[Any], None] | None = None  # None if the value cannot be replaced
+    change: Callable[[Any], None] | None = None  # None if no restore replaces the value
 
     def get(self) -> Any:
         return self.value
 
     def set(self, value: Any) -> None:
-        if self.change is None:
-            raise TypeError("this value cannot be replaced in place")
+        assert self.change is not None
         self.change(value)
 
 
@@ -199,11 +198,8 @@ restore_numbers = itertools.count(1)
 _writers: dict[int, dict[Path, int]] = {}  # number of each slot's last restore, keyed by anchor id, then by trail
 
 
-@dataclass(eq=False)
-class Keeper:
-    """Holds an anchor that cannot be weakly referenced, to keep it alive as long as the restore that wrote to it."""
-
-    anchor: Any
+class Keeper(list[Any]):
+    """The anchors that cannot be weakly referenced; they are kept alive as long as the restore that wrote to them."""
 
 
 def last_writer(slot: Slot) -> int:
@@ -211,10 +207,11 @@ def last_writer(slot: Slot) -> int:
     return _writers.get(id(slot.anchor), {}).get(slot.trail, 0)
 
 
-def note_writer(slot: Slot, number: int, keepers: list[Keeper]) -> None:
+def note_writer(slot: Slot, number: int, keeper: Keeper) -> None:
     anchor, key = slot.anchor, id(slot.anchor)
     if key not in _writers:
         if not type(anchor).__weakrefoffset__:
-            keepers.append(anchor := Keeper(anchor))
+            keeper.append(anchor)
+            anchor = keeper
         weakref.finalize(anchor, _writers.pop, key, None).atexit = False
     _writers.setdefault(key, {})[slot.trail] = number

@@ -132,9 +132,7 @@ def root_view(root: Node | Part) -> Branch:
 
 def edge_at(holder: Any, key: object) -> Edge | None:
     """Return one edge of a node or tracked container, or None if only a full `classify` can find it."""
-    if isinstance(holder, Node) and isinstance(key, str):
-        if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
-            return None
+    if isinstance(holder, Node) and isinstance(key, str) and holder.__holdfast_root__() is None:
         return _attributes(holder, [(key, vars(holder)[key])], Attachment(holder, (), holder))[0]
     if isinstance(holder, TrackedList) and isinstance(key, int) and not is_python_value(holder[key]):
         segment = str(key)
