@@ -88,7 +88,6 @@ class LoaderPosition:
         handed = {f"{_HANDED}{index}": generator for index, generator in enumerate(generators)}
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
-        self.has_own_state = state is not None  # whether the program has handed over what the order depends on
         self._batches: Iterator[Any] | None = None
         self.epoch = self._taken = 0  # the current epoch (from 0) and the number of batches taken from it
         self._most: int | None = None  # batches per epoch, if set by the program
@@ -133,11 +132,12 @@ class LoaderPosition:
 
     def _beginning(self) -> dict[str, Any]:
         """Return the position and the states at the start of this epoch, or of the next epoch if this one has ended."""
-        if self._restored:
-            return {name: self._restored[name] for name in _PARTS if name in self._restored}
+        own_states = self._own_states()
+        if self._restored:  # other code may have drawn from the generators since
+            parts = {name: self._restored[name] for name in _PARTS if name in self._restored}
+            return {**parts, _NOW: own_states} if own_states else parts
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
         state |= {} if self.checksum is None else {LAST: self.checksum}
-        own_states = self._own_states()
         if self._batches is None or self._has_ended:
             # The next epoch draws from the current states of the global generators, which are saved elsewhere.
             begun = own_states
@@ -160,30 +160,34 @@ class LoaderPosition:
         if self._state is not None and _ORDER in states:
             self._state[1](copy.deepcopy(states[_ORDER]))
 
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the loader's generators now, because other code may share them; keep the rest for the next batch."""
+        self._restored, self.checksum = state, state.get(LAST)
+        self._set_own_states({**state, **state.get(_BEGUN, {}), **state.get(_NOW, {})})
+
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Apply the saved state, except to global generators. Return the state, and whether a warning was logged."""
+        """Return the saved state to continue from, and whether a warning was logged."""
         saved, self._restored, self._begun = self._restored, {}, {}
-        told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
-        self._set_own_states({**saved, **saved.get(_BEGUN, {})})
-        return saved, told
+        return saved, self._warn_of_other_parts(saved, {*capture(), *self._generators})
 
     def _go_to(self, epoch: int, taken: int) -> None:
-        """Draw the earlier batches of an epoch again, and reset the global generators afterwards."""
+        """Draw the earlier batches of an epoch again, and reset all generators afterwards."""
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(epoch and self._has_lasting_workers())
         if workers and taken and not states and not lasts:
             warn_of_new_workers(self._loader)
-        before = as_tree(capture())
+        before, own_states = as_tree(capture()), self._own_states()
         saved, told = self._take_restored()
         if taken:
             restore({name: states[name] for name in states.keys() & before.keys()})
+            self._set_own_states({**saved, **states})
         self._begin(epoch)
         if not taken:
             return
         last, draws = self._redraw(taken)
         restore(before)
-        self._set_own_states(saved.get(_NOW, {}))
+        self._set_own_states(own_states)
         if self.checksum is not None and last not in (None, self.checksum) and not (draws or lasts or told):
             self._warn_of_other_batches(taken)
 
@@ -321,7 +325,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Move to a saved position when the next batch is requested."""
-        self._restored, self.checksum = state, state.get(LAST)
+        self._restore(state)
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
         else:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from .errors import OptionError, StateError
-from .loaders import ENDED, LAST, TAKEN, Announce, LoaderPosition, OrderState, fingerprint, is_accelerate_loader
+from .loaders import ENDED, TAKEN, Announce, LoaderPosition, OrderState, fingerprint, is_accelerate_loader
 from .pytree import loaded
 
 _logger = logging.getLogger("holdfast")
@@ -139,7 +139,8 @@ class ResumableLoader(LoaderPosition):
             )
         self._move(*state[TAKEN])
         self._asked = False
-        self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
+        self._restore(state)
+        self._has_ended = state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
         """Begin a run. Batches taken before a new run, for example to inspect the data, do not count."""

@@ -84,14 +84,12 @@ class Report:
         moving = {name for name, extra in extras.items() if moves(extra)}
         fixed = {name: extra for name, extra in extras.items() if name not in moving}
         moving -= {GLOBAL_GENERATORS}
-        # A loader takes back what its functions get and set have saved only at its next batch.
-        shown = moving - {name for name, loader in loaders_of(extras).items() if loader.has_own_state}
         counters = {"step": self.step} | ({} if self.epoch is None else {"epoch": self.epoch})
         counters |= {name: extra for name, extra in fixed.items() if name in ("batch", "epoch") and type(extra) is int}
         return Seen(
             step=self.step,
             root={STATE: self.state, **fixed},
-            objects={name: extras[name] for name in sorted(shown)},
+            objects={name: extras[name] for name in sorted(moving)},
             generators=generators,
             positions={name: positions[name] for name in moving if name in positions},
             batch=self.batch,

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from tests.ids import plain_id
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 import holdfast as hf
@@ -838,7 +839,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, *, first: int | None = None
         {"shuffle": True, "num_workers": 2},
         {"num_workers": 2, "persistent_workers": True},
     ],
-    ids=str,
+    ids=plain_id,
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(

@@ -289,13 +289,19 @@ def in_step(loaders: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
             yield [one[0].tolist() for one in pair], [state_of(one) for one in loaders]
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 6), (6, 4)])
-def test_loaders_in_step_are_resumed_together(lengths: tuple[int, int]) -> None:
-    """At the end of the first one, zip asks the second one for no batch."""
+def test_loaders_in_step_are_resumed_together(lengths: tuple[int, int], shares: bool) -> None:
+    """At the end of the first one, zip asks the second one for no batch. They may share a generator."""
 
     def make() -> list[Any]:
+        common = seeded()
         return [
-            hf.resumable(data.DataLoader(data.TensorDataset(torch.arange(n)), shuffle=True, generator=seeded(n)))
+            hf.resumable(
+                data.DataLoader(
+                    data.TensorDataset(torch.arange(n)), shuffle=True, generator=common if shares else seeded(n)
+                )
+            )
             for n in lengths
         ]
 
@@ -516,6 +522,26 @@ def test_a_generator_that_others_draw_from_continues_where_it_was() -> None:
     assert torch.rand(1, generator=generator) == expected
 
 
+def test_a_validation_draws_from_the_generator_of_training() -> None:
+    def make() -> tuple[Any, Any]:
+        generator = seeded()
+        training = hf.resumable(torchs(shuffle=True, generator=generator))
+        return training, torchs(shuffle=True, generator=generator)
+
+    def steps(training: Any, validation: Any) -> Iterator[tuple[list[Any], Any]]:
+        for _ in range(training.epoch, 3):
+            for batch in training:
+                yield batch.tolist(), state_of(training)
+            yield [batch.tolist() for batch in validation], None
+
+    whole = [*steps(*make())]
+    for done, (_, state) in enumerate(whole, 1):
+        if state is not None:
+            loaders = make()
+            restore_state(loaders[0], state)
+            assert [values for values, _ in steps(*loaders)] == [values for values, _ in whole[done:]]
+
+
 def test_a_graph_saves_the_place(tmp_path: Path) -> None:
     loader, again = hf.resumable([1, 2, 3, 4]), hf.resumable([1, 2, 3, 4])
     rest = iter(loader)
@@ -725,7 +751,7 @@ def test_what_a_loader_makes_or_takes_back_later_is_no_attribute(kind: str, capl
             loaders = pytest.importorskip("torchdata.stateful_dataloader")
             return loaders.StatefulDataLoader(Images(), batch_size=2, shuffle=True, **workers)
         order = Stages()
-        loader = data.DataLoader(Images(), batch_size=2, sampler=order)
+        loader: Any = data.DataLoader(Images().values, batch_size=2, sampler=order)  # type: ignore[arg-type]
         return hf.resumable(loader, state=(lambda: order.stage, lambda stage: setattr(order, "stage", stage)))
 
     def train(last: int) -> None:
