@@ -285,7 +285,7 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
 def _is_position(cls: type) -> bool:
     """Return whether instances of a class may store a position in the data in ordinary attributes."""
     names = {base.__name__ for base in cls.__mro__}
-    if names & {"Module", "Optimizer"}:
+    if names & {"Module", "Optimizer", "LightningDataModule"}:  # their base classes have many attributes
         return False
     has_state = any(hasattr(cls, get) and hasattr(cls, set_) for get, set_ in METHODS)
     return has_state or hasattr(cls, "__next__") or bool(names & {"Dataset", "Sampler", "IterableDataset"})

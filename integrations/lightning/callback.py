@@ -398,7 +398,7 @@ class CheckpointCallback(ResumingCallback):
         if path and decides:
             # The trainer has compared the times of our directories, and of the files of a ModelCheckpoint.
             present = [callback for callback in _callbacks_of(trainer) if callback.ckpt_path]
-            newest = max(present, key=lambda callback: callback._store.steps()[-1], default=None)
+            newest = max(present, key=lambda one: (one._options.resume != "auto", one._store.steps()[-1]), default=None)
             path = newest and newest.ckpt_path
         chosen = path or self.ckpt_path
         if chosen and (decides or path is None) and self._options.resume == "auto":

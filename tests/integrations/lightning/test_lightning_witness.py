@@ -39,6 +39,10 @@ class Counting(lightning.pytorch.Callback):
             parameter.grad *= self.count
 
 
+class Data(lightning.pytorch.LightningDataModule):
+    """In reach of the program."""
+
+
 def crashed(directory: str, after: int, *callbacks: Any, every: int = 3, **options: Any) -> None:
     with pytest.raises(program.InterruptionError):
         program.run(
@@ -71,6 +75,7 @@ def test_the_end_of_an_epoch_is_no_part_of_its_last_batch(tmp_path: Any) -> None
 
 def test_what_a_callback_hides_is_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     crashed(str(tmp_path), 5, Counting())
+    data = Data()
     proof = resumed(str(tmp_path), Counting()).proof
     assert (proof.exact, proof.steps) == (False, ())
     assert "state" in proof.differs
@@ -78,6 +83,7 @@ def test_what_a_callback_hides_is_named(tmp_path: Any, caplog: pytest.LogCapture
     (warning,) = [text for text in caplog.messages if text.startswith("not exact from step 4 on: ")]
     assert "give a callback state_dict and load_state_dict, or save the rest in on_save_checkpoint" in warning
     assert "restore_or_initialize" not in warning
+    assert "prepare_data_per_node" not in warning, f"{data} has it from its base class"
 
 
 def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Any) -> None:
