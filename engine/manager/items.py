@@ -22,6 +22,15 @@ from .metrics import plain_metrics
 from .retention import newest_with
 
 
+class ItemToRestore(NamedTuple):
+    """An item to restore: its name in the checkpoint, its handler, its template, and arguments for the handler."""
+
+    saved: str
+    handler: CheckpointHandler
+    template: Any
+    kwargs: Mapping[str, Any]
+
+
 class ItemSet:
     """The items of a manager with their checkpointers. Callers pass a single item without a name."""
 
@@ -119,15 +128,16 @@ class ItemSet:
         for written in self._written.values():
             written.forget()
 
-    def restore(self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None) -> Any:
-        """Restore the requested items of a checkpoint; return a single item itself, and several in a dictionary."""
+    def to_restore(
+        self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
+    ) -> dict[str, ItemToRestore]:
         templates, arguments = self._by_name(items, kwargs, "restore_kwargs")
         if templates is not None and not isinstance(templates, Mapping):
             raise OptionError(
                 f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
                 f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
             )
-        values = {}
+        wanted = {}
         for name, saved in self._names(stored, templates).items():
             handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
             given = arguments.get(name, {})
@@ -135,7 +145,11 @@ class ItemSet:
                 given = {"torch_tensors": True, **given}  # `load_state_dict` does not accept numpy arrays
             if shared is not None and handler.shares_reads:
                 given = {**given, "shared": shared}
-            values[name] = stored.restore(saved, handler, template, given)
+            wanted[name] = ItemToRestore(saved, handler, template, given)
+        return wanted
+
+    def as_given(self, values: Mapping[str, Any]) -> Any:
+        """Return the dictionary of values, or the value itself if the manager saves a single item."""
         return values if self._several else values.get(ITEM)
 
     def structure(self, stored: StoredItems) -> Any:
@@ -145,7 +159,7 @@ class ItemSet:
             for name, saved in self._names(stored, None).items()
             if has_structure(self._checkpointers[name].handler)
         }
-        return structures if self._several else structures.get(ITEM)
+        return self.as_given(structures)
 
     def _by_name(self, items: Any, kwargs: Mapping[str, Any], option: str) -> tuple[Any, Mapping[str, Any]]:
         if not self._several:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -331,7 +332,9 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        return self._restorer.resume(items, restore_kwargs or {})
+        began = time.perf_counter()
+        whole = self._restorer.newest_whole(items, restore_kwargs or {})
+        return None if whole is None else self._restorer.resume(*whole, began=began)
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Preview the step that a restore would read, for programs whose setup depends on the step they resume from.

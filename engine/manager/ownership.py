@@ -96,7 +96,7 @@ class Ownership:
         try:
             if self._directory.is_local:
                 self._lock_file()
-            self._write_file()
+            self._lock.write(self._document(), sync=False)
             _owners[self._key] = self
             self._process = os.getpid()
         except BaseException:
@@ -186,12 +186,9 @@ class Ownership:
                 "%s: no file locks here (%s); a second run is noticed only at the next save", path, obstacle
             )
 
-    def _write_file(self) -> None:
-        content = encode_document(
-            "owner",
-            {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()},
-        )
-        self._lock.write(content, sync=False)
+    def _document(self) -> bytes:
+        facts = {"token": self._token, "host": os.uname().nodename, "pid": os.getpid(), "since": self._clock.now()}
+        return encode_document("owner", facts)
 
     def _describe(self) -> str:
         owner: Mapping[str, Any] = {}

@@ -100,12 +100,8 @@ class StepRestorer:
         self.resumes_from(step, began=began)
         return values
 
-    def resume(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
-        """Resume from the newest whole step; warn about newer, damaged steps."""
-        began = time.perf_counter()
-        if (whole := self.newest_whole(items, kwargs)) is None:
-            return None
-        step, values, damaged = whole
+    def resume(self, step: int, values: Any, damaged: Collection[tuple[int, _Damage]], *, began: float) -> Restored:
+        """Resume from the step that :meth:`newest_whole` has read; warn about newer, damaged steps."""
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
         if damaged:
@@ -138,9 +134,11 @@ class StepRestorer:
                 continue
             if peeks and not items:
                 return step, {}, damaged
-            values, damage = self._read_by_all(step, items, kwargs)
-            if damage is None:
+            with self._read_by_all(step) as (shared, damages):
+                values = self._read(step, items, kwargs, shared)
+            if not damages:
                 return step, values, damaged
+            (damage,) = damages
             if step in replaced:
                 replaced.remove(step)
                 self._drop(step, damage)
@@ -271,8 +269,10 @@ class StepRestorer:
             before = newest_with(item, self.run.steps.infos(), step)
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
             _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
+        values = {}
         try:
-            values = self.items.restore(stored, items, kwargs, shared)
+            for name, wanted in self.items.to_restore(stored, items, kwargs, shared).items():
+                values[name] = stored.restore(*wanted)
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
@@ -281,14 +281,16 @@ class StepRestorer:
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
-        return values
+        return self.items.as_given(values)
 
-    def _read_by_all(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
-        """Read a step on all processes; return its items, and the first damage that any process found."""
-        values = damage = broken = None
+    @contextlib.contextmanager
+    def _read_by_all(self, step: int) -> Iterator[tuple[SharedReads | None, list[_Damage]]]:
+        """Run the block, which reads a step on all processes; then append the first damage that any process found."""
+        damage = broken = None
+        damages: list[_Damage] = []
         with self._shared_reads(together=True) as shared:
             try:
-                values = self._read(step, items, kwargs, shared)
+                yield shared, damages
             except PeerFailedError as error:  # the actual cause, damage or a fatal error, is determined below
                 broken = error
             except BaseException as error:
@@ -304,7 +306,6 @@ class StepRestorer:
             if (found := self.run.processes.first("restored", damage)) is not None:
                 self.items.damage_found()
                 process, fields = found
-                return None, _Damage(*fields)._replace(process=process)
-            if broken is not None:
+                damages.append(_Damage(*fields)._replace(process=process))
+            elif broken is not None:
                 raise broken
-        return values, None

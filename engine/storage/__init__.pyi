@@ -8,7 +8,6 @@ from .buffers import Buffer as Buffer
 from .buffers import aligned_empty as aligned_empty
 from .buffers import round_up as round_up
 from .folders import ScatteredFiles as ScatteredFiles
-from .folders import folder_in_memory as folder_in_memory
 from .local import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .local import LocalBackend as LocalBackend
 from .local import append_line as append_line
@@ -16,6 +15,7 @@ from .local import open_own as open_own
 from .location import Location as Location
 from .location import Place as Place
 from .location import as_location as as_location
+from .location import folder_in_memory as folder_in_memory
 from .location import max_concurrency as max_concurrency
 from .location import sync_all as sync_all
 from .lock import FileLock as FileLock

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
 from ..forks import Lock
 from .backend import DataReader
-from .location import Location
 from .object_store import ObjectStoreBackend
 
 
@@ -43,11 +42,6 @@ class FolderInMemory(ObjectStoreBackend):
 
     def remove(self, key: str) -> None:
         self.files.pop(key, None)
-
-
-def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
-    """Return an in-memory folder backed by ``files``; its error messages refer to ``location``."""
-    return Location(FolderInMemory(location.url, files), "")
 
 
 class MemoryBackend(FolderInMemory):

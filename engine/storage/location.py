@@ -131,6 +131,13 @@ def _checked_path(text: str) -> str:
     return text
 
 
+def folder_in_memory(location: Location, files: dict[str, bytes]) -> Location:
+    """Return an in-memory folder backed by ``files``; its error messages refer to ``location``."""
+    from .folders import FolderInMemory
+
+    return Location(FolderInMemory(location.url, files), "")
+
+
 def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
     """Return the backend for a URL and the path inside it. Backends are imported only when they are needed."""
     if scheme == "memory":
