@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ids import plain_id
+from tests.integrations.wrapped_states import of_a_rank
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 import holdfast as hf
@@ -757,19 +757,6 @@ class EpochStream(Stream):
 
 def of_one_process() -> Any:
     return torch.utils.data.DistributedSampler(Samples(), num_replicas=1, rank=0)
-
-
-def of_a_rank(kind: Any) -> Any:
-    """A loader whose state has that of torchdata under the rank, as in torchtitan. Before, a resume failed."""
-
-    class OfRank(kind):  # type: ignore[misc]
-        def state_dict(self) -> dict[str, Any]:
-            return {"rank_0": pickle.dumps(super().state_dict()), "world_size": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict(pickle.loads(state["rank_0"]))
-
-    return OfRank
 
 
 def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import combined_loader as combined
 from tests.documents.examples import Examples
 from tests.integrations.lightning import program
+from tests.integrations.wrapped_states import of_a_rank
 
 from holdfast.engine.generators import same_state
 from holdfast.errors import StateError
@@ -286,19 +286,6 @@ def lengths(kind: type[Any], mode: Any) -> Callable[[], Any]:
     """Return loaders of two lengths: an epoch lasts until each has ended, or one of them."""
     short: Any = type("Short", (kind,), {"size": 2})
     return lambda: combined.CombinedLoader([short(), kind()], mode)
-
-
-def of_a_rank(kind: Any) -> Any:
-    """Return a loader whose state has that of torchdata under the rank, as in torchtitan."""
-
-    class OfRank(kind):  # type: ignore[misc]
-        def state_dict(self) -> dict[str, Any]:
-            return {"rank_0": pickle.dumps(super().state_dict()), "world_size": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict(pickle.loads(state["rank_0"]))
-
-    return OfRank
 
 
 def of_torchdata(
