@@ -6,7 +6,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
 
@@ -354,8 +354,10 @@ def tracked_attributes(value: object) -> list[tuple[str, Any]]:
     untracked = {name for cls in type(value).__mro__ for name in vars(cls).get("__untracked__", ())}
     tables = [vars(base) for base in reversed(type(value).__mro__) if "__slots__" in vars(base)]
     members = [name for table in tables for name in table if isinstance(table[name], types.MemberDescriptorType)]
-    slots = [name for name in members if hasattr(value, name)]
-    attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
+    # The value of a dataclass field may be its default, which is an attribute of the class.
+    names = [*(each.name for each in (fields(value) if is_dataclass(value) else ())), *members]
+    attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    attributes |= getattr(value, "__dict__", {})
     return [(name, child) for name, child in attributes.items() if name not in untracked]
 
 

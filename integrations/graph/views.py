@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import types
 from collections import deque
@@ -179,14 +178,12 @@ def _classify_object(value: Any, slot: Slot) -> View:
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
     is_dataclass = contents is not None and contents.kind == "dataclass"  # JAX-registered dataclasses have kind "node"
-    if is_dataclass and parameters is not None and not parameters.frozen:
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
-    if contents is not None:
+    is_mutable = is_dataclass and parameters is not None and not parameters.frozen
+    if contents is not None and not is_mutable:
         return _container(value, slot)
     if isinstance(value, enum.Enum):
         return Unsaved("is an enum member in a container that cannot change; store its value or its name instead")
-    if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
+    if not (is_mutable or isinstance(value, types.SimpleNamespace)) and (reason := why_refused(value)) is not None:
         return Unsaved(reason)
     return Branch(class_name(value), _attributes(value, tracked_attributes(value), slot))  # user-defined class
 

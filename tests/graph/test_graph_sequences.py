@@ -271,6 +271,26 @@ def test_classes_in_a_state_come_back(place: str) -> None:
     assert type(found["moments"]) is optax.EmptyState
 
 
+@dataclasses.dataclass
+class Progress:
+    done: int = dataclasses.field(default=0, init=False)
+    best: float = 0.0
+
+    __untracked__ = ("seen",)
+
+    def __post_init__(self) -> None:
+        self.total = np.zeros(2)  # an attribute that is no field
+        self.seen = 0
+
+
+def test_a_dataclass_is_saved_with_all_its_attributes(place: str) -> None:
+    saved, live = Progress(), Progress()
+    saved.done, saved.best, saved.total, saved.seen = 3, 0.5, np.ones(2), 7
+    path = graph.Checkpoint(progress=saved).write(f"{place}/x")
+    graph.Checkpoint(progress=live).restore(path).assert_consumed()
+    assert (live.done, live.best, live.total.tolist(), live.seen) == (3, 0.5, [1, 1], 0)
+
+
 def test_a_class_that_is_gone_is_named(place: str) -> None:
     def saved_with_a_class_of_its_own() -> str:
         class Gone(NamedTuple):
