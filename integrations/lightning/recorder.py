@@ -253,8 +253,9 @@ class FitRecorder:
             logger.exception("an earlier save failed; step %d is being saved", step)
         if point != "batch" or self.fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
             self._leave()
-        text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
-        self.fit.say(text, step, self.fit.store.directory, self._stop.steps.left)
+        left = self._stop.steps.left
+        text = "preempted: step %d is saved in %s; stopping after %d more batch%s, which the resume is compared with"
+        self.fit.say(text, step, self.fit.store.directory, left, "" if left == 1 else "es")
 
     def _leave(self) -> NoReturn:
         self._stop.leave(self.fit.step if self._stop.steps.left is None else self.writer.newest.step)
