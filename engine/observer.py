@@ -107,7 +107,8 @@ def _check_no_stray() -> None:
             with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
                 variables, stat = environ.read().split(b"\0"), status.read()
         except OSError:  # the process belongs to another user, or there is no /proc
-            folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
+            return
+        folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
     if not folder:
         return
