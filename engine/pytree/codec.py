@@ -98,9 +98,15 @@ def _saved_by_torch(value: Any) -> Any:
 
 def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
     """Apply ``convert`` to the values in a dictionary, list, tuple or deque; return a container of the same type."""
-    contents = expand(value.copy() if isinstance(value, dict) else value)  # most subclasses of dict become a dict
-    assert contents is not None
-    return contents.build([convert(item) for item in contents.values])
+    if type(value) is deque:
+        return deque(map(convert, value), value.maxlen)
+    if not isinstance(value, dict):
+        return type(value)(map(convert, value))
+    # Copying keeps the dictionary's type and key order. Assign each value, because Counter.update() would add counts.
+    copied = {} if type(value) is dict else value.copy()
+    for key, item in value.items():
+        copied[key] = convert(item)
+    return copied
 
 
 def decode_state(value: Any) -> Any:
