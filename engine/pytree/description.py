@@ -55,7 +55,7 @@ def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describ
     describers: dict[type, _Describe] = {}
     if of_jax:
         arrays = JaxDescriber([value for value in values if type(value) in of_jax], pinned_bytes)
-        describers = dict.fromkeys(of_jax, arrays.describe)
+        describers = {kind: arrays.describe_key if is_key(types[kind]) else arrays.describe for kind in of_jax}
     if of_torch:
         tensors = TorchDescriber([value for value in values if type(value) in of_torch], later=pinned_bytes > 0)
         for kind in of_torch:

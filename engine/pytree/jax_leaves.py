@@ -25,6 +25,7 @@ _logger = logging.getLogger("holdfast")
 
 PINNED_PLATFORMS = {"gpu", "cuda", "rocm"}  # platforms whose arrays are copied to pinned host memory
 _FEW = 64  # device ids are not stored for meshes with more devices than this
+_ORIGINS = [(0,) * axes for axes in range(65)]
 
 
 def is_key(value: Any) -> bool:
@@ -69,28 +70,33 @@ class JaxDescriber:
         return self._hosted.get(id(value))
 
     def describe(self, value: Any) -> ArrayLeaf:
-        """Describe an array; typed keys are stored as their key data."""
-        try:
-            leaf = self._described(self._data_of(value), self._fetched(value))
-        except RuntimeError as error:
-            if value.is_deleted():
-                raise LeafProblem("was deleted or donated; save the array that replaced it") from error
-            raise
-        if is_key(value):
-            leaf.details = {**leaf.details, "kind": "key", "impl": str(jax.random.key_impl(value))}
-        return leaf
+        return self._described(value, self._fetched(value))
 
     def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
         """Describe an array; ``hosted`` holds the host copies of its parts, if they have already been copied."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
-        if sharding.whole:
-            return kind.of(np.asarray(value) if hosted is None else hosted[0], sharding.details_of(value))
-        shards = _shards(value)
-        arrays = hosted or [np.asarray(data) for _, data in shards]
+        try:
+            if sharding.whole:
+                array: NDArray[Any] = np.asarray(value) if hosted is None else hosted[0]
+                pieces = [Piece(_ORIGINS[array.ndim], array)]
+                return kind(array.dtype, array.shape, pieces, False, sharding.details_of(value))
+            shards = _shards(value)
+            arrays = hosted or [np.asarray(data) for _, data in shards]
+        except RuntimeError as error:
+            raise _deleted(value, error) from error
         pieces = [Piece(start, array) for (start, _), array in zip(shards, arrays, strict=True)]
         parts = None if sharding.local else parts_of(sharding.sharding, value.shape)
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
+
+    def describe_key(self, value: Any) -> ArrayLeaf:
+        """Describe a typed key array, which is stored as its key data."""
+        try:
+            leaf = self._described(self._data_of(value), self._fetched(value))
+        except RuntimeError as error:
+            raise _deleted(value, error) from error
+        leaf.details = {**leaf.details, "kind": "key", "impl": str(jax.random.key_impl(value))}
+        return leaf
 
     def _data_of(self, value: Any) -> Any:
         """Return the data of typed keys as a jax array (jax 0.5 may return a numpy array); keep other arrays as is."""
@@ -263,6 +269,12 @@ def _box_of(index: Sequence[Any] | None, shape: Sequence[int]) -> Box:
     bounds = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=False)]
     bounds += [(0, size) for size in shape[len(bounds) :]]
     return Box(tuple([low for low, _ in bounds]), tuple([max(low, high) for low, high in bounds]))
+
+
+def _deleted(value: Any, error: RuntimeError) -> Exception:
+    if value.is_deleted():
+        return LeafProblem("was deleted or donated; save the array that replaced it")
+    return error
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:

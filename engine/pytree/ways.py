@@ -84,27 +84,34 @@ class _Route:
     """Follows several access paths at once, and visits each prefix that they share only once."""
 
     def __init__(self, ways: Iterable[_Way | None]) -> None:
-        self._ends = [*ways]
-        self._steps: dict[_Way, None] = {}  # the paths and all their prefixes, each after its own prefix
-        for way in self._ends:
+        self._numbers: dict[_Way | None, int] = {None: 0}
+        self._steps: list[tuple[int, _Get, Any]] = []  # for each step: index of the owner's path, getter, key
+        self._ends: list[int] = []
+        for way in ways:
             ahead: list[_Way] = []
-            while way is not None and way not in self._steps:
+            while way is not None and way not in self._numbers:
                 ahead.append(way)
                 way = way.parent
-            self._steps |= dict.fromkeys(reversed(ahead))
+            for step in reversed(ahead):
+                self._steps.append((self._numbers[step.parent], step.get, step.key))
+                self._numbers[step] = len(self._steps)
+            self._ends.append(self._numbers[ahead[0] if ahead else way])
 
     def follow(self, root: Any) -> list[Any]:
         """Follow the access paths from a root; return the values at their ends, in the order of the paths."""
-        return [*map(self.values(root).__getitem__, self._ends)]
+        return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
         """Follow the access paths from a root; return the value at the end of each path and prefix, keyed by path."""
-        values: dict[_Way | None, Any] = {None: root}
-        for way in self._steps:
+        return dict(zip(self._numbers, self._values(root), strict=True))
+
+    def _values(self, root: Any) -> list[Any]:
+        values = [root]
+        for owner, get, key in self._steps:
             try:
-                values[way] = way.get(values[way.parent], way.key)
+                values.append(get(values[owner], key))
             except Exception:  # the entry or attribute no longer exists, or its owner is MISSING
-                values[way] = MISSING
+                values.append(MISSING)
         return values
 
 
