@@ -455,8 +455,8 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
             "the first batch is requested, so that a resume would draw other random numbers: leave "
             "use_stateful_dataloader out"
         )
-    held = {**getattr(loader, "__dict__", {}), "_iterator": None} if derives(loader, "DataLoader", "torch.") else {}
-    kept = [key for key, value in held.items() if derives(value, "_BaseDataLoaderIter", "torch.")]
+    held = vars(loader).items() if derives(loader, "DataLoader", "torch.") else ()
+    kept = [key for key, value in held if key != "_iterator" and derives(value, "_BaseDataLoaderIter", "torch.")]
     workers: Any = getattr(loader, "num_workers", 0)
     if kept and (workers or generators_of(loader)):
         raise OptionError(

@@ -18,6 +18,7 @@ from .per_process import PerProcessCheckpointHandler as PerProcessCheckpointHand
 from .per_process import PreparedGraph as PreparedGraph
 from .per_process import ProcessShare as ProcessShare
 from .per_process import SavedShares as SavedShares
+from .per_process import Share as Share
 from .per_process import own_share as own_share
 from .pytree import ArrayCheckpointHandler as ArrayCheckpointHandler
 from .pytree import PyTreeCheckpointHandler as PyTreeCheckpointHandler

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..arrays import TreeReader, write_file
+from ..arrays import write_file
 from ..distributed import Coordinator, ProcessInfo, current_coordinator
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import (
@@ -124,7 +124,7 @@ def own_share(
     files: Files | None,
     coordinator: Coordinator | None = None,
     process: int | None = None,
-    is_same: Callable[[TreeReader, TreeReader], bool] = lambda *_: False,
+    is_same: Callable[[Share, Share], bool] = lambda *_: False,
     otherwise: str = "keeps its fresh state",
 ) -> Share:
     """Return the share of this or the given process; warn if the count changed, unless another process has the same."""
@@ -136,13 +136,12 @@ def own_share(
     coordinator = coordinator or current_coordinator()
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
-    other = shares[0 if is_own and index else -1]
-    pair = (TreeReader(each.folder, each.files) for each in (shares[index if is_own else 0], other))
-    if len(shares) != count and not is_same(*pair):
+    chosen, other = shares[index if is_own else 0], shares[0 if is_own and index else -1]
+    if len(shares) != count and not is_same(chosen, other):
         outcome = "restores its own tree" if is_own else f"has no tree there, and {otherwise}"
         text = "%s was saved by %d processes and is restored by %d: process %d %s"
         _logger.warning(text, directory, len(shares), count, index, outcome)
-    return replace(shares[index if is_own else 0], is_own=is_own)
+    return replace(chosen, is_own=is_own)
 
 
 class ProcessShare:

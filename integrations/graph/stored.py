@@ -14,7 +14,15 @@ from ...engine.arrays import SavedLeaf, SharedReads, TreeReader, TreeSource, nam
 from ...engine.distributed import current_coordinator
 from ...engine.errors import UnsupportedLeafError, shortened
 from ...engine.format import GRAPH, FileRecord, own_item
-from ...engine.handlers import Files, PreparedGraph, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
+from ...engine.handlers import (
+    Files,
+    PreparedGraph,
+    PreparedItem,
+    ProcessShare,
+    PyTreeCheckpointHandler,
+    Share,
+    own_share,
+)
 from ...engine.pytree import (
     MAX_DEPTH,
     LeafRequest,
@@ -263,10 +271,11 @@ def open_graph(location: Location) -> StoredGraph:
     return read_checkpoint(location.without_links(), open_tree)
 
 
-def _is_same(mine: TreeSource, other: TreeSource) -> bool:
-    """Return whether two processes have saved the same states, such as those of schedulers."""
-    arrays = ([array is None or array.tobytes() for array in tree.read_leaves(tree.leaves)] for tree in (mine, other))
-    return mine.leaves == other.leaves and next(arrays) == next(arrays)
+def _is_same(mine: Share, other: Share) -> bool:
+    """Return whether two processes have saved the same states, for example of schedulers."""
+    trees = [TreeReader(share.folder, share.files) for share in (mine, other)]
+    arrays = ([array is None or array.tobytes() for array in tree.read_leaves(tree.leaves)] for tree in trees)
+    return trees[0].leaves == trees[1].leaves and next(arrays) == next(arrays)
 
 
 def _containers(structure: TreeDef | None, name: str) -> dict[str, TreeDef]:
