@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -381,10 +382,17 @@ def warn_of_samplers(loader: Any) -> None:
             return
 
 
-def warn_of_held_records(name: str, obj: object) -> None:
-    """Warn if operations of a Grain ``DataLoader`` may buffer records, which its iterator does not save."""
-    if type(obj).__name__ != "DataLoaderIterator" or not type(obj).__module__.startswith("grain."):
+def check_grain_loader(name: str, obj: object, *, is_fresh: bool) -> None:
+    """Warn if operations of a Grain ``DataLoader`` may buffer records; raise OptionError if no resume can succeed."""
+    if type(obj).__name__ != "DataLoaderIterator" or not _is_of_grain(type(obj)):
         return
+    # A DataLoader compares the repr of its source and of its sampler with those in the state that it is to restore.
+    if is_fresh and (found := re.search(r"<(?:[\w<>]+\.)*(\w+) object at 0x[0-9a-f]+>", str(state_of(obj)))):
+        raise OptionError(
+            f"{name}= is an iterator of a DataLoader of Grain, which refuses a resume unless the repr of its source "
+            f"and sampler is the same, and {found[0]} has an address, which differs in each process. Give {found[1]} a "
+            f"__repr__ without an address, such as: def __repr__(self): return {found[1]!r}"
+        )
     operations = getattr(getattr(obj, "_data_loader", None), "_operations", ())
     custom = [operation for operation in operations if not any(map(_is_of_grain, type(operation).__mro__))]
     if custom:

@@ -409,7 +409,8 @@ class CheckpointCallback:
             processes.compare("the options of the callbacks", {"resume": resume})
             initial = InitialState(state, like)
             adapter = self._adapt(initial.template)
-            check_extras(extras)
+            is_fresh = resume == "never" or self._manager.latest_step() is None
+            check_extras(extras, is_fresh=is_fresh)
             given = self._with_generators(extras)
             check_replicated(self._options.replicated, given, "restore_or_initialize")
             adapter.note_fresh(initial.template)
@@ -417,7 +418,7 @@ class CheckpointCallback:
             saver = StepSaver(self._manager, adapter, self._options.replicated, self._witness, program, extras)
             if resume in ("must", "never"):
                 self._check_resume(resume)
-            if resume == "never" or self._manager.latest_step() is None:
+            if is_fresh:
                 initial.check_fresh(adapter)
             self._begin()
             self._saver = None  # prevents the loop from continuing with unrestored values after an error

@@ -14,7 +14,7 @@ from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.loaders import LoaderPosition, drawing_sampler, is_accelerate_loader, is_torchdata_loader, nodes_of
 from ...engine.pytree import encode_state, flatten, is_nnx, is_plain, is_torch_tensor
-from ...engine.stateful import check_window, is_replicated, is_stateful, state_of, warn_of_held_records
+from ...engine.stateful import check_grain_loader, check_window, is_replicated, is_stateful, state_of
 from ..hugging_face import check_stream
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
@@ -81,7 +81,7 @@ def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
     return {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
 
 
-def check_extras(extras: Mapping[str, Any]) -> None:
+def check_extras(extras: Mapping[str, Any], *, is_fresh: bool) -> None:
     """Raise OptionError for reserved names and iterators or loaders without a state; warn if a resume may lose data."""
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
@@ -90,7 +90,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     check_no_options(extras)
     check_depth(extras)
     for name, extra in extras.items():
-        warn_of_held_records(name, extra)
+        check_grain_loader(name, extra, is_fresh=is_fresh)
         check_window(name, extra)
         check_stream(f"{name}=", extra)
         if is_generator(extra):

@@ -334,12 +334,16 @@ def _restore_extras(
         )
     values = {name: saved[name] for name in extras}
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
-        if is_template(extra):
-            values[name] = from_tree(extra, saved[name])
-        elif is_torchdata_loader(extra):
-            values[name] = extra
-            if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
-                announce("%s= %s", name, note, shown=manager.processes.is_primary)
-        else:
-            values[name] = _in_class_of(extra, restore_state(extra, saved[name], as_start))
+        try:
+            if is_template(extra):
+                values[name] = from_tree(extra, saved[name])
+            elif is_torchdata_loader(extra):
+                values[name] = extra
+                if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
+                    announce("%s= %s", name, note, shown=manager.processes.is_primary)
+            else:
+                values[name] = _in_class_of(extra, restore_state(extra, saved[name], as_start))
+        except Exception as error:
+            error.add_note(f"raised when {name}= was restored from step {step} in {manager.directory}")
+            raise
     return {**values, **kept}, saved.get(GRADIENTS)
