@@ -189,6 +189,14 @@ def difference(path: str, expected: object, found: object, origin: str = "progra
     return f"{path}: expected {expected} ({origin}), found {found} (checkpoint)"
 
 
+def did_you_mean(word: str, words: Iterable[str], shown: str = "{}") -> str:
+    """Return a message suffix that suggests the closest of ``words``, or ""."""
+    import difflib  # imported lazily, because only errors need it
+
+    close = difflib.get_close_matches(word, [*words], n=1)
+    return f"; did you mean {shown.format(close[0])}?" if close else ""
+
+
 def shortened(values: Iterable[object], most: int = 8) -> str:
     """Join the first ``most`` values with commas, followed by the number of omitted values, if any."""
     shown = [str(value) for value in values]

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
-from .errors import UnknownArgumentError
+from .errors import UnknownArgumentError, did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,12 +132,7 @@ def foreign_hint(name: str) -> str:
 
 def instead_of(name: str, accepted: Collection[str]) -> str:
     """Return a message suffix that suggests the equivalent of an unknown argument or the closest name, or ""."""
-    if hint := foreign_hint(name):
-        return hint
-    import difflib  # imported lazily, because only error messages need it
-
-    close = difflib.get_close_matches(name, accepted, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return foreign_hint(name) or did_you_mean(name, accepted)
 
 
 def refuse_unknown(

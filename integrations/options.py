@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from ..engine.clock import Clock, Duration, seconds
-from ..engine.errors import InvalidLocationError, OptionError
+from ..engine.errors import InvalidLocationError, OptionError, did_you_mean
 from ..engine.handlers import PyTreeCheckpointHandler
 from ..engine.manager import CheckpointManagerOptions, CheckpointOptions, ProgramPolicies, as_int, has_triggers, limits
 from ..engine.storage import Place, as_location, hidden_address
@@ -67,8 +66,7 @@ class CallbackOptions(CheckpointOptions):
                 raise OptionError(f"resume={resume} must not be negative")
             object.__setattr__(self, "resume", resume)
         elif resume not in words:
-            close = difflib.get_close_matches(str(resume), words, n=1)
-            hint = _NEVER if resume is False else f"; did you mean {close[0]!r}?" if close else ""
+            hint = _NEVER if resume is False else did_you_mean(str(resume), words, "{!r}")
             raise OptionError(f"resume={resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
         if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in self.replicated):
             raise OptionError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ..engine.errors import OptionError, shortened_text
+from ..engine.errors import OptionError, did_you_mean, shortened_text
 
 KeyPath = tuple[str | int, ...]
+
+closest_key = partial(did_you_mean, shown='"{}"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,6 @@ class ConfigError(OptionError):
 def dotted(path: KeyPath) -> str:
     """Format a key path as on the command line, such as ``model.hidden.0``."""
     return ".".join(map(str, path))
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return a hint such as ``'; did you mean "steps"?'`` with the closest of ``words``, or ``""``."""
-    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def as_yaml(value: object) -> str:

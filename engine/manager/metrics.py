@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from ..errors import OptionError, shortened
+from ..errors import OptionError, did_you_mean, shortened
 
 _logger = logging.getLogger("holdfast")
 
@@ -188,10 +188,7 @@ class MetricWatch:
         # An evaluation metric, such as val_loss, may be missing for many steps, because loops evaluate rarely.
         if self._steps < _PATIENCE and _OF_EVALUATION.match(missing) and not any(map(_OF_EVALUATION.match, names)):
             return False
-        import difflib  # imported lazily because only the warning needs it
-
-        near = difflib.get_close_matches(missing, names, n=1)
-        about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
+        about = f"; reported: {shortened(names) or 'no metrics'}{did_you_mean(missing, names)}"
         if value is _ABSENT:
             problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
         else:

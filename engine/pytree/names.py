@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ..errors import OptionError, TreeMismatchError, shortened
+from ..errors import OptionError, TreeMismatchError, did_you_mean, shortened
 
 # "." joins keys, "/" separates a name from its chunk keys, and "%" begins an escape. Control characters and lone
 # surrogates cannot be printed or stored everywhere.
@@ -155,8 +155,7 @@ class PathFilter:
             if not any(map(pattern.matches, shown)):
                 leaves = shortened([repr("/".join(path)) for path in shown]) or "no leaves"
                 near = _nearest(pattern, shown)
-                hint = "" if near is None else f"; did you mean {near!r}?"
-                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {leaves}{hint}{advice}")
+                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {leaves}{near}{advice}")
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:
@@ -224,17 +223,14 @@ def _matcher(key: str) -> Callable[[str], object]:
     return re.compile(fnmatch.translate(key)).fullmatch if set(key) & _WILD else key.__eq__
 
 
-def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
-    """Suggest a pattern that matches some path and is similar to a pattern that matches none."""
+def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str:
+    """Return a message suffix that suggests a pattern like one that matches no path, or ""."""
     for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
         if any(map(Pattern("", text).matches, paths)):
-            return text
+            return f"; did you mean {text!r}?"
     containers = ("/".join([*keys[:length], "**"]) for keys in paths[:_CLOSE] for length in range(1, len(keys)))
     candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers, which are fewer, come first
-    import difflib  # imported lazily, because only errors need it
-
-    close = difflib.get_close_matches(pattern.text, list(candidates)[: 2 * _CLOSE], n=1)
-    return close[0] if close else None
+    return did_you_mean(pattern.text, list(candidates)[: 2 * _CLOSE], "{!r}")
 
 
 def compiled(patterns: Patterns, option: str) -> list[Pattern]:
