@@ -1,9 +1,10 @@
-"""The index encoded from columns equals the index encoded from single keys."""
+"""The index of a checkpoint is an OCDBT database: it has every key and value, for us and for TensorStore."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,10 @@ from holdfast.engine.format import (
 )
 
 Grid = tuple[int, ...]
+Value = tuple[bytes | None, str, int, int]  # an inline value, or the file, offset and length of another one
 
 FILES = [f"d/0123abcd.{process}.0" for process in range(300)]
+CREATED = 1_700_000_000_000_000_000
 
 
 def make_index(arrays: dict[str, Grid]) -> ArrayIndex:
@@ -49,18 +52,25 @@ def make_index(arrays: dict[str, Grid]) -> ArrayIndex:
     )
 
 
-def expected_entries(index: ArrayIndex) -> dict[bytes, tuple[bytes | None, str, int, int]]:
-    keys = [key for name, grid in zip(index.names, index.grids, strict=True) for key in chunk_keys(name, grid)]
-    entries: dict[bytes, tuple[bytes | None, str, int, int]] = {
+def encoded(index: ArrayIndex, **options: Any) -> tuple[bytes, bytes]:
+    return index.encode(node_file="d/index", database_id=bytes(range(16)), created_ns=CREATED, **options)
+
+
+def keys_of_chunks(index: ArrayIndex) -> list[bytes]:
+    return [key for name, grid in zip(index.names, index.grids, strict=True) for key in chunk_keys(name, grid)]
+
+
+def expected_entries(index: ArrayIndex) -> dict[bytes, Value]:
+    entries: dict[bytes, Value] = {
         key: (None, FILES[index.file_ids[i]], int(index.offsets[i]), int(index.lengths[i]))
-        for i, key in enumerate(keys)
+        for i, key in enumerate(keys_of_chunks(index))
     }
     for name, content in zip(index.names, index.metadata, strict=True):
         entries[metadata_keys([name])[0]] = (content, "", 0, 0)
     return entries
 
 
-def as_dict(entries: Entries) -> dict[bytes, tuple[bytes | None, str, int, int]]:
+def as_dict(entries: Entries) -> dict[bytes, Value]:
     places = zip(entries.file_ids.tolist(), entries.offsets.tolist(), entries.lengths.tolist(), strict=True)
     return {
         key: (value, "" if value is not None else entries.files[file], offset, length)
@@ -72,18 +82,28 @@ def part(content: bytes, path: str, offset: int, length: int) -> bytes:
     return content[offset : offset + length]
 
 
-def check(index: ArrayIndex, node_limit: int, **options: int) -> bytes:
-    manifest, nodes = index.encode(
-        node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=node_limit, **options
-    )
-    found = decode_database(manifest, lambda _, offset, length: nodes[offset : offset + length])
+def read_all(nodes: bytes, places: Sequence[NodePlace]) -> Iterator[bytes]:
+    return (part(nodes, *place) for place in places)
+
+
+def check(index: ArrayIndex, node_limit: int, **options: int) -> list[tuple[int, int]]:
+    """Checks that the decoded index has what it was made from; the height and size of each node."""
+    manifest, nodes = encoded(index, node_limit=node_limit, **options)
+    found_nodes = []
+
+    def read(path: str, offset: int, length: int) -> bytes:
+        assert path == "d/index"
+        # The size does not include the checksums behind the node.
+        found_nodes.append((nodes[offset + 14], int.from_bytes(nodes[offset + 4 : offset + 12], "little")))
+        return nodes[offset : offset + length]
+
+    found = decode_database(manifest, read)
     assert found.keys == sorted(found.keys)
     assert as_dict(found) == expected_entries(index)
     checksums = dict(zip(found.keys, found.checksums.tolist(), strict=True))
-    chunks = [key for name, grid in zip(index.names, index.grids, strict=True) for key in chunk_keys(name, grid)]
-    assert [checksums.pop(key) for key in chunks] == index.checksums.tolist()
+    assert [checksums.pop(key) for key in keys_of_chunks(index)] == index.checksums.tolist()
     assert set(checksums.values()) <= {-1}  # of the metadata
-    return nodes
+    return found_nodes
 
 
 ARRAYS: dict[str, dict[str, Grid]] = {
@@ -93,14 +113,21 @@ ARRAYS: dict[str, dict[str, Grid]] = {
     "names_that_begin_alike": {"a": (2,), "a.b": (11,), "a-b": (3,), "ab": (1,), "a b": (12, 2), "é.ü": (2,)},
     "grids": {"scalar": (), "line": (120,), "plane": (12, 11), "cube": (2, 11, 3), "empty": (3, 0), "thin": (1, 101)},
     "many_alike": {f"layers.{i}.mlp.kernel": (8,) for i in range(300)} | {f"layers.{i}.bias": () for i in range(300)},
+    "nested_prefixes": {"k" * length: () for length in range(1, 300)},
+    "longest": {"x" * 65_500: (3,)},
 }
 
 
-@pytest.mark.parametrize("node_limit", [200, 3000, 1 << 20])
+@pytest.mark.parametrize("node_limit", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("name", ARRAYS)
 def test_every_key_has_its_value(name: str, node_limit: int) -> None:
-    nodes = check(make_index(ARRAYS[name]), node_limit)
-    assert len(nodes) < node_limit + 1000 or name not in ("one", "root")
+    index = make_index(ARRAYS[name])
+    nodes = check(index, node_limit)
+    if node_limit == 1:
+        assert [height for height, _ in nodes].count(0) == len(expected_entries(index)), "every key has a leaf"
+    elif node_limit == 1 << 20:
+        assert len(nodes) == min(len(index.names), 1)
+    assert encoded(index, node_limit=node_limit) == encoded(index, node_limit=node_limit)
 
 
 @pytest.mark.parametrize("batch", [1, 50, 400])
@@ -121,28 +148,37 @@ def test_any_arrays(arrays: dict[str, Grid], node_limit: int) -> None:
     check(make_index(arrays), node_limit)
 
 
+@pytest.mark.parametrize("limit", [3000, 10_000, 50_000])
+def test_nodes_keep_to_their_limit_with_many_files(limit: int) -> None:
+    sizes = [size for _, size in check(make_index({f"layers.{i}.kernel": (300,) for i in range(20)}), limit)]
+    assert max(sizes) <= limit
+    assert len(sizes) < 1.5 * sum(sizes) / limit + 3, "nodes are not much smaller than their limit"
+
+
+# ---- nodes are read when they are needed
+
+
 @pytest.mark.parametrize("order", [["layers.250", "layers.1", "layers.7"], ["layers.1", "layers.7", "layers.250"]])
 def test_nodes_read_in_any_order_give_sorted_entries(order: list[str]) -> None:
     index = make_index(ARRAYS["many_alike"])
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=2000)
+    manifest, nodes = encoded(index, node_limit=2000)
     database = Database(manifest)
     sizes = []
     for name in order:
-        ranges = [(name.encode(), f"{name}/".encode())]
-        database.decode(lambda places: [part(nodes, *place) for place in places], ranges)
+        database.decode(partial(read_all, nodes), [(name.encode(), f"{name}/".encode())])
         sizes.append(len(database.entries))
         assert database.entries.keys == sorted(database.entries.keys)
-    assert sizes == sorted(set(sizes))  # each step reads further nodes
+    assert sizes == sorted(set(sizes)), "each step reads further nodes"
     expected = expected_entries(index)
     assert as_dict(database.entries) == {key: expected[key] for key in database.entries.keys}
-    database.decode(lambda places: [part(nodes, *place) for place in places])
+    database.decode(partial(read_all, nodes))
     assert as_dict(database.entries) == expected
 
 
 def test_nodes_that_are_read_again_count_once() -> None:
     """Those before a read that fails are kept, and one that fails does not use up the limit of memory."""
     index = make_index(ARRAYS["many_alike"])
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=2000)
+    manifest, nodes = encoded(index, node_limit=2000)
     asked: list[int] = []
 
     def read(places: Sequence[NodePlace], *, damaged: int | None = None) -> Iterator[bytes]:
@@ -165,11 +201,11 @@ def test_nodes_that_are_read_again_count_once() -> None:
 def test_a_node_that_is_read_again_raises_the_limit_again() -> None:
     """It has raised the limit of memory before its missing checksums are noticed."""
     index = make_index({f"layers.{number}.kernel": (300,) for number in range(200)})
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=1 << 20)
+    manifest, nodes = encoded(index, node_limit=1 << 20)
     database = Database(manifest, memory_limit=1 << 20)
     with pytest.raises(DamagedCheckpointError, match="it lacks the checksums"):
-        database.decode(lambda places: [part(nodes, *place)[:-4] for place in places])
-    database.decode(lambda places: [part(nodes, *place) for place in places])
+        database.decode(lambda places: (node[:-4] for node in read_all(nodes, places)))
+    database.decode(partial(read_all, nodes))
     assert as_dict(database.entries) == expected_entries(index)
 
 
@@ -181,23 +217,8 @@ def test_finding_keys(known: set[int], wanted: list[int]) -> None:
     assert entries.find([b"%02d" % number for number in wanted]) == expected
 
 
-def test_nodes_keep_to_their_limit_with_many_files() -> None:
-    index = make_index({f"layers.{i}.kernel": (300,) for i in range(20)})
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=10_000)
-    sizes: list[int] = []
-
-    def read(path: str, offset: int, length: int) -> bytes:
-        sizes.append(int.from_bytes(nodes[offset + 4 : offset + 12], "little"))  # without the checksums behind it
-        return nodes[offset : offset + length]
-
-    assert len(decode_database(manifest, read)) == 6020
-    assert max(sizes) <= 10_000
-    assert len(sizes) < 1.5 * len(nodes) / 10_000 + 3  # and use it
-
-
 def test_checksums_follow_every_node_or_none() -> None:
-    index = make_index({f"layers.{i}.kernel": (300,) for i in range(20)})
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=10_000)
+    manifest, nodes = encoded(make_index({f"layers.{i}.kernel": (300,) for i in range(20)}), node_limit=10_000)
     letters = [found.start() for found in re.finditer(re.escape(CHECKSUMS_MAGIC), nodes)]
     assert len(letters) > 3
     for position in letters:
@@ -206,35 +227,64 @@ def test_checksums_follow_every_node_or_none() -> None:
             decode_database(manifest, partial(part, damaged))
 
 
-def test_tensorstore_reads_it() -> None:
+# ---- TensorStore
+
+
+def test_tensorstore_reads_it_and_adds_to_it() -> None:
     context = ts.Context()
     values = np.arange(60 * 50, dtype=np.float32).reshape(60, 50)
-    names = [f"layer{i}.kernel" for i in range(40)]
-    names = [names[position] for position in key_order(names)]
-    arrays = [values + i for i in range(40)]
-    content: dict[str, Any] = {}
+    arrays = {f"layer{i}.kernel": values + i for i in range(40)}
+    names = [list(arrays)[position] for position in key_order(list(arrays))]
+    content: dict[str, bytes] = {}
     file_ids, offsets = [], []
-    for array in arrays:
+    for name in names:
         for number in range(60):  # one file a row
             path = f"d/0123abcd.{number}.0"
             file_ids.append(number)
-            offsets.append(len(content.setdefault(path, bytearray())))
-            content[path] += array[number].tobytes()
+            offsets.append(len(content.setdefault(path, b"")))
+            content[path] += arrays[name][number].tobytes()
     metadata = encode_array_metadata((60, 50), "float32", (1, 50)).replace(b',{"name":"crc32c"}', b"")
     columns = (np.array(file_ids), np.array(offsets), np.full(2400, 200), np.zeros(2400, np.uint32))
     index = ArrayIndex(names, [(60, 1)] * 40, [metadata] * 40, list(content), *columns)
-    manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=3000)
+    manifest, nodes = encoded(index, node_limit=3000)
     store = ts.KvStore.open("memory://a/", context=context).result()
     for path, data in {**content, "d/index": nodes, "manifest.ocdbt": manifest}.items():
-        store.write(path, bytes(data)).result()
-    assert len(ts.KvStore.open("memory://a/|ocdbt:", context=context).result().list().result()) == 40 * 61
-    for name, array in zip(names, arrays, strict=True):
+        store.write(path, data).result()
+    database = ts.KvStore.open("memory://a/|ocdbt:", context=context).result()
+
+    (version,) = ts.ocdbt.dump(database.base).result()["versions"]
+    assert version["root"]["statistics"] == {
+        "num_keys": 40 * 61,
+        "num_tree_bytes": len(nodes) - nodes.count(CHECKSUMS_MAGIC) * len(CHECKSUMS_MAGIC) - 4 * 2400,
+        "num_indirect_value_bytes": 2400 * 200,
+    }
+    assert (version["generation_number"], version["commit_time"]) == (1, CREATED)
+    assert len(database.list().result()) == 40 * 61
+    for name, array in arrays.items():
         spec = {
             "driver": "zarr3",
             "kvstore": {"driver": "ocdbt", "base": "memory://a/", "path": f"{name}/"},
             "fill_missing_data_reads": False,
         }
         np.testing.assert_array_equal(ts.open(spec, open=True, context=context).result().read().result(), array)
+    database.write(b"layer1.new", b"added").result()
+    database.write(b"layer1.kernel/c/0/0", None).result()
+    assert database.read(b"layer1.new").result().value == b"added"
+    assert len(database.list().result()) == 40 * 61
+
+
+@pytest.mark.parametrize("name", ["none", "root", "nested_prefixes", "longest"])
+def test_tensorstore_knows_the_same_keys(name: str) -> None:
+    index = make_index(ARRAYS[name])
+    context = ts.Context()
+    store = ts.KvStore.open("memory://a/", context=context).result()
+    manifest, nodes = encoded(index, node_limit=1)
+    store.write("manifest.ocdbt", manifest).result()
+    store.write("d/index", nodes).result()
+    database = ts.KvStore.open("memory://a/|ocdbt:", context=context).result()
+    assert sorted(database.list().result()) == sorted(expected_entries(index))
+    for array, content in zip(index.names, index.metadata, strict=True):
+        assert database.read(metadata_keys([array])[0]).result().value == content
 
 
 def test_indexes_that_cannot_be_stored() -> None:
@@ -244,6 +294,9 @@ def test_indexes_that_cannot_be_stored() -> None:
     for index, message in (
         (make_index({"a" * 65_530: (5,)}), "more than 65535 bytes"),
         (ArrayIndex(["a"], [(0,)], [bytes((1 << 20) + 1)], FILES, nothing, nothing, nothing, none), "1048576 bytes"),
+        (replace(make_index({"a": (1,)}), files=["d" * 65_536]), "65536 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
-            index.encode(node_file="d/index", database_id=bytes(16), created_ns=1)
+            encoded(index)
+    with pytest.raises(ValueError, match="16 bytes"):
+        make_index({}).encode(node_file="d/index", database_id=b"short", created_ns=0)

@@ -43,12 +43,12 @@ class Database:
         return decode_database(self.manifest, lambda _, start, size: self.nodes[start : start + size], **options)
 
 
+OPTIONS: dict[str, Any] = {"node_file": "d/index", "database_id": bytes(16), "created_ns": 1}
+
+
 @pytest.fixture(params=[1 << 20, 120], ids=["one-node", "two-leaves"])
 def database(request: pytest.FixtureRequest) -> Database:
-    encoded = encode_entries(
-        ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=request.param
-    )
-    return Database(*encoded)
+    return Database(*encode_entries(ENTRIES, **OPTIONS, node_limit=request.param))
 
 
 def varints(*values: int) -> bytes:
@@ -69,64 +69,67 @@ NO_FILES = b"\0"
 INDEX_FILE = b"\1\7\0d/index"
 
 
-def test_the_fixture_is_whole(database: Database) -> None:
-    assert are_equal(database.decode(), ENTRIES)
-
-
-def flips(content: bytes) -> Iterator[bytes]:
+def damages(content: bytes) -> Iterator[bytes]:
+    """Generates the content with each bit flipped in turn, and cut off everywhere."""
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         yield bytes(flipped)
+    yield from (content[:size] for size in range(len(content)))
 
 
-def cuts(content: bytes) -> Iterator[bytes]:
-    return (content[:size] for size in range(len(content)))
-
-
-@pytest.mark.parametrize("damages", [flips, cuts], ids=["flipped bits", "truncations"])
-def test_every_flipped_bit_and_truncation_is_found(
-    database: Database, damages: Callable[[bytes], Iterator[bytes]]
-) -> None:
+def test_every_flipped_bit_and_truncation_is_found(database: Database) -> None:
+    assert are_equal(database.decode(), ENTRIES)
     for part in ("manifest", "nodes"):
         for damaged in damages(getattr(database, part)):
             with pytest.raises(DamagedCheckpointError):
                 replace(database, **{part: damaged}).decode()
 
 
-def test_appended_bytes_are_found(database: Database) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"expected \d+ bytes, found"):
-        Database(database.manifest + b"\0", database.nodes).decode()
-
-
-def test_errors_name_the_place(database: Database) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"^manifest\.ocdbt is damaged"):
-        Database(database.manifest[:-1] + b"\0\1", database.nodes).decode()
-    with pytest.raises(DamagedCheckpointError, match=r"node at offset \d+ of d/index is damaged: .* checksum"):
-        Database(
-            database.manifest, bytes(b ^ (i == len(database.nodes) - 1) for i, b in enumerate(database.nodes))
-        ).decode()
-
-
-def _reframed(frame: bytes, version: int, compression: int) -> bytes:
+def reframed(frame: bytes, version: int, compression: int) -> bytes:
     changed = frame[:12] + bytes([version, compression]) + frame[14:-4]
     return changed + struct.pack("<I", crc32c(changed))
 
 
-@pytest.mark.parametrize(("version", "compression"), [(1, 0), (0, 2)], ids=["version", "compression"])
-def test_newer_formats_are_not_called_damaged(database: Database, version: int, compression: int) -> None:
-    with pytest.raises(FormatVersionError, match="OCDBT"):
-        Database(_reframed(database.manifest, version, compression), database.nodes).decode()
-
-
-def test_a_body_that_is_called_compressed(database: Database) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"manifest\.ocdbt is damaged: .*zstd frame"):
-        Database(_reframed(database.manifest, 0, 1), database.nodes).decode()
+@pytest.mark.parametrize(
+    ("part", "change", "error", "message"),
+    [
+        ("manifest", lambda content: content + b"\0", DamagedCheckpointError, r"expected \d+ bytes, found"),
+        ("manifest", lambda content: content[:-1] + b"\0\1", DamagedCheckpointError, r"^manifest\.ocdbt is damaged"),
+        (
+            "nodes",
+            lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+            DamagedCheckpointError,
+            r"node at offset \d+ of d/index is damaged: .* checksum",
+        ),
+        ("manifest", lambda content: reframed(content, 1, 0), FormatVersionError, "OCDBT"),
+        ("manifest", lambda content: reframed(content, 0, 2), FormatVersionError, "OCDBT"),
+        (
+            "manifest",
+            lambda content: reframed(content, 0, 1),
+            DamagedCheckpointError,
+            r"manifest\.ocdbt is damaged: .*zstd frame",
+        ),
+    ],
+    ids=["appended", "end", "a node", "newer version", "newer compression", "not compressed"],
+)
+def test_errors_name_the_place(
+    database: Database, part: str, change: Callable[[bytes], bytes], error: type[Exception], message: str
+) -> None:
+    """Newer formats are not called damaged."""
+    with pytest.raises(error, match=message):
+        replace(database, **{part: change(getattr(database, part))}).decode()
 
 
 CONFIGURATION = bytes(16) + varints(0, 100, 1 << 23) + b"\4\0"
 
 
+def version(*numbers: int, generation: int = 1, after: bytes = b"\0") -> bytes:
+    """The rest of a manifest, behind its files: the file, offset, length and statistics of the root of one version."""
+    return varints(1, generation) + b"\0" + varints(*numbers) + bytes(8) + after
+
+
+NO_ROOT = (0, 0, 0, 0, 0, 0)
 HOSTILE_MANIFESTS = {
     "nothing": b"",
     "short-id": bytes(15),
@@ -136,25 +139,13 @@ HOSTILE_MANIFESTS = {
     "files": CONFIGURATION + varints(2**62),
     "no-version": CONFIGURATION + NO_FILES + varints(0, 0),
     "versions": CONFIGURATION + NO_FILES + varints(2**40),
-    "no-such-file": CONFIGURATION + NO_FILES + varints(1, 1) + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8) + b"\0",
-    "generation-0": CONFIGURATION + INDEX_FILE + varints(1, 0) + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8) + b"\0",
+    "no-such-file": CONFIGURATION + NO_FILES + version(*NO_ROOT),
+    "generation-0": CONFIGURATION + INDEX_FILE + version(*NO_ROOT, generation=0),
     "generations-not-sorted": CONFIGURATION + INDEX_FILE + varints(2, 2, 1) + b"\0\0" + bytes(12) + bytes(16) + b"\0",
-    "offset": CONFIGURATION + INDEX_FILE + varints(1, 1) + b"\0" + varints(0, 2**63, 1, 0, 0, 0) + bytes(8) + b"\0",
-    "keys-without-root": CONFIGURATION
-    + INDEX_FILE
-    + varints(1, 1)
-    + b"\0"
-    + varints(0, 2**64 - 1, 2**64 - 1, 3, 0, 0)
-    + bytes(8)
-    + b"\0",
-    "older-versions": CONFIGURATION
-    + INDEX_FILE
-    + varints(1, 1)
-    + b"\0"
-    + varints(0, 0, 0, 0, 0, 0)
-    + bytes(8)
-    + varints(2**60),
-    "rest": CONFIGURATION + INDEX_FILE + varints(1, 1) + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8) + b"\0rest",
+    "offset": CONFIGURATION + INDEX_FILE + version(0, 2**63, 1, 0, 0, 0),
+    "keys-without-root": CONFIGURATION + INDEX_FILE + version(0, 2**64 - 1, 2**64 - 1, 3, 0, 0),
+    "older-versions": CONFIGURATION + INDEX_FILE + version(*NO_ROOT, after=varints(2**60)),
+    "rest": CONFIGURATION + INDEX_FILE + version(*NO_ROOT, after=b"\0rest"),
 }
 
 
@@ -169,12 +160,11 @@ def test_hostile_manifests(body: bytes) -> None:
 )
 def test_paths_cannot_leave_the_directory(path: str) -> None:
     table = varints(1, len(path), 0) + path.encode()
-    body = CONFIGURATION + table + varints(1, 1) + b"\0" + varints(0, 0, 30, 1, 0, 0) + bytes(8) + b"\0"
-    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
-        Database(encode_frame(MANIFEST_MAGIC, body), b"").decode()
+    manifest = encode_frame(MANIFEST_MAGIC, CONFIGURATION + table + version(0, 0, 30, 1, 0, 0))
     leaf = node(b"\0", table, varints(1, 1), b"k", varints(5, 1, 0, 0))
-    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
-        with_nodes(leaf).decode()
+    for database in (Database(manifest, b""), with_nodes(leaf)):
+        with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
+            database.decode()
 
 
 HOSTILE_LEAVES = {
@@ -239,19 +229,15 @@ def test_hostile_interior_nodes(fields: tuple[bytes, ...]) -> None:
 
 def test_a_leaf_that_is_used_many_times_does_not_fill_the_memory() -> None:
     """Each level refers 64 times to the one below, so that a few KiB describe 64**6 keys."""
-    nodes, previous, size = LEAF, 0, SIZE
-    names = [bytes([n]) for n in range(64)]
+    nodes, previous, size, count = LEAF, 0, SIZE, 64
     for height in range(1, 7):
-        count = len(names)
         columns = [np.full(count, value) for value in (0, previous, size, 1, 1, 1)]
         level = node(
             bytes([height]),
             INDEX_FILE,
             varints(count),
-            bytes(count - 1),
-            bytes([1] * count),
-            bytes([1] * count),
-            b"".join(names),
+            bytes(count - 1) + b"\1" * 2 * count,
+            bytes(range(count)),
             *map(encode_varints, columns),
         )
         previous, size = len(nodes), len(level)
@@ -273,24 +259,16 @@ def test_shared_key_prefixes_do_not_fill_the_memory() -> None:
         with_nodes(leaf, keys=count).decode()
 
 
-def test_a_node_below_itself_is_refused() -> None:
+def test_a_node_below_itself_and_a_missing_leaf_are_noticed() -> None:
     fields = (b"\1", INDEX_FILE, varints(1, 0, 0))
     loop = next(loop for size in range(100) if len(loop := node(*fields, varints(0, 0, size, 1, 1, 1))) == size)
     with pytest.raises(DamagedCheckpointError, match="expected a node of height 0, found 1"):
         with_nodes(loop, height=1).decode()
-
-
-def test_a_missing_leaf_is_noticed() -> None:
     with pytest.raises(DamagedCheckpointError, match="expected 2 sorted keys, found 1"):
         with_nodes(LEAF, keys=2).decode()
 
 
-def test_a_reader_that_returns_too_little_is_noticed(database: Database) -> None:
-    with pytest.raises(DamagedCheckpointError):
-        decode_database(database.manifest, lambda *_: b"")
-
-
-MANIFEST, NODES = encode_entries(ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1)
+MANIFEST, NODES = encode_entries(ENTRIES, **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +288,4 @@ def test_a_large_file_may_describe_a_large_database() -> None:
     keys = [b"layers.%05d.kernel/c/%d" % (number // 10, number % 10) for number in range(20_000)]
     columns = (np.zeros(20_000, np.int64), np.arange(20_000) * 4096, np.full(20_000, 4096))
     entries = Entries(keys, [None] * 20_000, ["d/0"], *columns, np.full(20_000, -1))
-    manifest, nodes = encode_entries(entries, node_file="d/index", database_id=bytes(16), created_ns=1)
-    found = decode_database(manifest, lambda _, at, length: nodes[at : at + length], memory_limit=1 << 20)
-    assert are_equal(found, entries)
+    assert are_equal(Database(*encode_entries(entries, **OPTIONS)).decode(memory_limit=1 << 20), entries)
