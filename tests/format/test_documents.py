@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,37 +31,23 @@ KINDS = ["checkpoint", "tree"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trip(kind: str) -> None:
+def test_the_text_of_a_document(kind: str) -> None:
     data = encode_document(kind, BODY)
-    found = decode_document(data, kind, source="x")
-    assert found == BODY
-    assert json.dumps(found) == json.dumps(BODY)  # also the order of members, and the sign of zero
     assert data.endswith(b"}\n")
     assert data.isascii()
-
-
-def test_records_are_readable_and_other_documents_compact() -> None:
-    assert encode_document("checkpoint", {"step": 3}).decode().splitlines()[:5] == [
-        "{",
-        ' "format": "holdfast",',
-        ' "version": 1,',
-        ' "kind": "checkpoint",',
-        ' "step": 3,',
-    ]
-    assert encode_document("tree", {"a": 1}).startswith(
-        b'{"format":"holdfast","version":1,"kind":"tree","a":1,"digest":"'
-    )
-
-
-def test_the_digest_covers_the_compact_text() -> None:
-    document = json.loads(encode_document("checkpoint", BODY))
+    document = json.loads(data)
     digest = document.pop("digest")
-    assert digest == f"crc32c:{crc32c(json.dumps(document, separators=(',', ':')).encode()):08x}"
-
-
-def test_white_space_does_not_matter() -> None:
-    text = json.dumps(json.loads(encode_document("tree", BODY)), indent=4).replace("\n", "\r\n")
-    assert decode_document(text.encode(), "tree", source="x") == BODY
+    compact = json.dumps(document, separators=(",", ":"))
+    assert digest == f"crc32c:{crc32c(compact.encode()):08x}"
+    assert compact.startswith(f'{{"format":"holdfast","version":1,"kind":"{kind}","step":1200,')
+    if kind == "tree":
+        assert data.decode() == f'{compact[:-1]},"digest":"{digest}"}}\n', "no character more than needed"
+    else:
+        assert data.decode().splitlines()[:3] == ["{", ' "format": "holdfast",', ' "version": 1,'], "it is readable"
+    spread = json.dumps(json.loads(data), indent=4).replace("\n", "\r\n")
+    for text in (data, spread.encode()):
+        found = decode_document(text, kind, source="x")
+        assert json.dumps(found) == json.dumps(BODY)  # also the order of members, and the sign of zero
 
 
 values = st.recursive(
@@ -85,7 +72,7 @@ def test_any_body_round_trips(body: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_flipped_bit_is_found_or_changes_nothing(kind: str) -> None:
+def test_every_truncation_and_flipped_bit_is_found_or_changes_nothing(kind: str) -> None:
     data = encode_document(kind, BODY)
     harmless = 0
     for bit in range(8 * len(data)):
@@ -98,11 +85,6 @@ def test_every_flipped_bit_is_found_or_changes_nothing(kind: str) -> None:
         harmless += 1
         assert json.dumps(found) == json.dumps(BODY)
     assert harmless < 40  # letters of hexadecimal digits and exponents that may be of either case
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_truncation_is_found(kind: str) -> None:
-    data = encode_document(kind, BODY)
     for size in range(len(data) - 1):
         with pytest.raises(DamagedCheckpointError):
             decode_document(data[:size], kind, source="x")
@@ -118,16 +100,20 @@ def _document(**changes: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-def test_newer_versions_say_to_upgrade() -> None:
-    for data in (_document(version=4), _document(version=4, digest="sha256:00"), _document(version=5, digest=...)):
-        with pytest.raises(FormatVersionError, match=r"run/tree\.json has format version \d.*upgrade"):
-            decode_document(data, "tree", source="run/tree.json")
+NOT_OURS: dict[str, tuple[bytes, str]] = {
+    "newer": (_document(version=4), "has format version 4.*upgrade"),
+    "another digest": (_document(version=4, digest="sha256:00"), "has format version 4.*upgrade"),
+    "no digest": (_document(version=5, digest=...), "has format version 5.*upgrade"),
+    "nothing": (b"{}", "was not written by holdfast"),
+    "another format": (b'{"format": "other"}', "was not written by holdfast"),
+    "a digest": (_document(format="other"), "was not written by holdfast"),
+}
 
 
-def test_files_of_other_programs_are_named_so() -> None:
-    for data in (b"{}", b'{"format": "other"}', _document(format="other")):
-        with pytest.raises(FormatVersionError, match="was not written by holdfast"):
-            decode_document(data, "tree", source="x")
+@pytest.mark.parametrize(("data", "message"), NOT_OURS.values(), ids=NOT_OURS)
+def test_documents_of_newer_versions_and_of_other_programs(data: bytes, message: str) -> None:
+    with pytest.raises(FormatVersionError, match=rf"run/tree\.json {message}"):
+        decode_document(data, "tree", source="run/tree.json")
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
@@ -171,10 +157,10 @@ def test_size_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
         encode_document("tree", {"a": "x" * 1000})
 
 
-def _nested(depth: int) -> Any:
-    value: Any = 0
+def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = {}
     for _ in range(depth):
-        value = [value]
+        value = wrap(value)
     return value
 
 
@@ -187,7 +173,7 @@ _CYCLE.append(_CYCLE)
     [
         ({"a": float("nan")}, ValueError),
         ({"a": [float("inf")]}, ValueError),
-        ({"a": _nested(100_000)}, ValueError),
+        ({"a": _nested(100_000, lambda value: [value])}, ValueError),
         ({"a": _CYCLE}, ValueError),
         ({"version": 2}, ValueError),
         ({"digest": ""}, ValueError),
@@ -214,9 +200,7 @@ def test_a_record_has_a_line_for_each_file() -> None:
 
 
 def test_metadata_of_a_record_may_be_nested_as_deeply_as_that_of_other_documents() -> None:
-    nested: dict[str, Any] = {}
-    for _ in range(600):
-        nested = {"a": nested}
+    nested = _nested(600, lambda value: {"a": value})
     encoded = encode_document("checkpoint", {"custom_metadata": nested})
     assert decode_document(encoded, "checkpoint", source="here")["custom_metadata"] == nested
 
