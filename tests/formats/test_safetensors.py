@@ -13,82 +13,43 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+from tests.equality import assert_same
+from tests.formats.torch_values import DTYPES
 
 import holdfast as hf
-from holdfast.engine.arrays import TreeSource, load_tree
-from holdfast.engine.sources import NativeCheckpoint
-from holdfast.engine.storage import Location, as_location
-from holdfast.integrations.formats import safetensors as format_module
-from holdfast.integrations.formats.convert import import_checkpoint
-from holdfast.integrations.formats.safetensors import export_safetensors
-
-
-def opened(path: Path) -> TreeSource:
-    location = as_location(path)
-    names = frozenset(entry.name for entry in location.entries()) if path.is_dir() else frozenset()
-    found = format_module.recognise(location, names)
-    assert found is not None
-    return found.tree("state")
-
-
-def loaded(source: TreeSource, **options: Any) -> Any:
-    return load_tree(source, **options)
+from holdfast.engine.storage import Location
 
 
 def exported(path: Path, tree: Any) -> Path:
     hf.save(path / "ckpt", tree)
-    export_safetensors(NativeCheckpoint(as_location(path / "ckpt")).tree("state"), as_location(path / "x.safetensors"))
+    hf.export_checkpoint(path / "ckpt", path / "x.safetensors", "safetensors")
     return path / "x.safetensors"
 
 
-def equal(one: Any, other: Any) -> bool:
-    return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-
-
-TORCH_DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
-    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),  # since torch 2.7
-]
-
-
-@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_the_library_is_read_and_written(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
-    safetensors.torch.save_file({"x": tensor, "empty": tensor[:0]}, tmp_path / "in.safetensors")
-
-    found = loaded(opened(tmp_path / "in.safetensors"))
-
-    hf.save(tmp_path / "expected", {"x": tensor, "empty": tensor[:0]})
-    expected = hf.load(tmp_path / "expected")
-    assert equal(found["x"], expected["x"])
-    assert found["empty"].shape == (0, 4)
-    target = tmp_path / "out.safetensors"
-    export_safetensors(NativeCheckpoint(as_location(tmp_path / "expected")).tree("state"), as_location(target))
+    tree = {"empty": tensor[:0], "x": tensor}
+    safetensors.torch.save_file(tree, tmp_path / "in.safetensors")
+    target = exported(tmp_path, tree)
+    assert_same(hf.load(tmp_path / "in.safetensors"), hf.load(tmp_path / "ckpt"))
     back = safetensors.torch.load_file(target)
     assert back["x"].dtype == dtype
     assert torch.equal(back["x"].view(torch.uint8), tensor.contiguous().view(torch.uint8))
 
 
 def test_names_are_cut_at_dots(tmp_path: Path) -> None:
-    safetensors.numpy.save_file({"layers.0.w": np.ones(2), "layers.10.w": np.zeros(3)}, tmp_path / "m.safetensors")
-
-    source = opened(tmp_path / "m.safetensors")
-
-    assert [leaf.name for leaf in source.leaves] == ["layers.0.w", "layers.10.w"]
-    assert loaded(source)["layers"]["10"]["w"].shape == (3,)
-    assert list(loaded(source, select="layers/0/**")["layers"]) == ["0"]
+    path = tmp_path / "m.safetensors"
+    safetensors.numpy.save_file({"layers.0.w": np.ones(2), "layers.10.w": np.zeros(3)}, path)
+    assert_same(hf.load(path), {"layers": {"0": {"w": np.ones(2)}, "10": {"w": np.zeros(3)}}})
+    assert_same(hf.load(path, select="layers/0/**"), {"layers": {"0": {"w": np.ones(2)}}})
 
 
 @pytest.mark.parametrize("names", [("a", "a.b"), ("a..b", "c"), ("", "x")], ids=str)
 def test_names_that_make_no_tree_are_keys_of_one_dictionary(tmp_path: Path, names: tuple[str, str]) -> None:
     arrays = {name: np.full(2, index) for index, name in enumerate(names)}
     safetensors.numpy.save_file(arrays, tmp_path / "m.safetensors")
-
-    found = loaded(opened(tmp_path / "m.safetensors"))
-
-    assert {name: int(array[0]) for name, array in found.items()} == {name: index for index, name in enumerate(names)}
+    assert_same(hf.load(tmp_path / "m.safetensors"), arrays)
 
 
 def test_an_exported_tree_comes_back_whole(tmp_path: Path) -> None:
@@ -102,18 +63,9 @@ def test_an_exported_tree_comes_back_whole(tmp_path: Path) -> None:
         "bytes": b"\0\xff",
         "empty": {},
     }
-
     path = exported(tmp_path, tree)
-
     assert set(safetensors.numpy.load_file(path)) == {"params.Dense_0.kernel", "opt.0", "opt.1.0", "opt.1.1", "step"}
-    found = loaded(opened(path))
-    assert equal(found["params"]["Dense_0"]["kernel"], tree["params"]["Dense_0"]["kernel"])
-    assert equal(found["opt"][0], tree["opt"][0])
-    assert type(found["opt"]) is list
-    assert type(found["opt"][1]) is tuple
-    assert {key: found[key] for key in ("step", "name", "nothing", "big", "bytes", "empty")} == {
-        key: tree[key] for key in ("step", "name", "nothing", "big", "bytes", "empty")
-    }
+    assert_same(hf.load(path), tree)
 
 
 @pytest.mark.parametrize(
@@ -129,37 +81,40 @@ def test_a_note_that_fits_no_more_is_ignored(tmp_path: Path, names: list[str], c
     path = exported(tmp_path, {"a": [np.ones(1), np.ones(2)]})
     with safetensors.safe_open(path, "np") as file:
         note = {name: change(text) for name, text in file.metadata().items()}
-    assert type(loaded(opened(path))["a"]) is list
     safetensors.numpy.save_file({name: np.ones(1) for name in names}, path, note)
-
-    found = loaded(opened(path))
+    found = hf.load(path)
     assert (set(found), type(found["a"])) == ({name[0] for name in names}, dict)
 
 
 def test_every_leaf_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ckpt", {"a.b": np.ones(1), "a": {"b": np.ones(2)}, "c": np.ones(3, np.complex128)})
-    source = NativeCheckpoint(as_location(tmp_path / "ckpt")).tree("state")
-
     with pytest.raises(
         hf.errors.UnsupportedLeafError,
         match=r"a/b: its tensor would have the same name as a\.b, 'a\.b'\n.*c: .*complex128",
     ):
-        export_safetensors(source, as_location(tmp_path / "x.safetensors"))
-
+        exported(tmp_path, {"a.b": np.ones(1), "a": {"b": np.ones(2)}, "c": np.ones(3, np.complex128)})
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def folder(path: Path) -> Path:
+FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
+
+
+def folder(path: Path, first: int = 1, second: int = 2) -> Path:
+    """A model in two files, whose tensors are filled with a number each."""
     path.mkdir()
-    safetensors.numpy.save_file({"a.x": np.full(2, 1)}, path / "model-00001-of-00002.safetensors")
-    safetensors.numpy.save_file({"b": np.full(3, 2)}, path / "model-00002-of-00002.safetensors")
-    weight_map = {"b": "model-00002-of-00002.safetensors", "a.x": "model-00001-of-00002.safetensors"}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    safetensors.numpy.save_file({"a.x": np.full(2, first)}, path / FIRST)
+    safetensors.numpy.save_file({"b": np.full(3, second)}, path / SECOND)
+    index = {"metadata": {}, "weight_map": {"b": SECOND, "a.x": FIRST}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return path
 
 
+def lead(link: Path, target: str) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
 def imported(path: Path) -> Any:
-    import_checkpoint(path, path.parent / "copy")
+    hf.import_checkpoint(path, path.parent / "copy")
     return hf.load(path.parent / "copy")
 
 
@@ -172,16 +127,14 @@ def test_a_link_that_leads_elsewhere_while_it_is_read(
 ) -> None:
     """All files are those of one checkpoint."""
     folder(tmp_path / "old")
-    safetensors.numpy.save_file({"b": np.full(3, 7)}, folder(tmp_path / "new") / "model-00002-of-00002.safetensors")
-    safetensors.numpy.save_file({"a.x": np.full(2, 7)}, tmp_path / "new" / "model-00001-of-00002.safetensors")
+    folder(tmp_path / "new", 7, 7)
     link, open_data, opens = tmp_path / "latest", Location.open_data, []
-    link.symlink_to("old")
+    lead(link, "old")
 
     def opened_data(place: Location, **options: Any) -> Any:
         opens.append(place.name)
         if len(opens) == moment:
-            link.unlink()
-            link.symlink_to("new")
+            lead(link, "new")
         return open_data(place, **options)
 
     monkeypatch.setattr(Location, "open_data", opened_data)
@@ -189,18 +142,16 @@ def test_a_link_that_leads_elsewhere_while_it_is_read(
     assert [*tree["a"]["x"].tolist(), tree["b"].tolist()[0]] == found
 
 
-@pytest.mark.parametrize("name", ["", "model-00001-of-00002.safetensors"], ids=["folder", "folder of the file"])
+@pytest.mark.parametrize("name", ["", FIRST], ids=["folder", "folder of the file"])
 def test_handles_stay_where_a_link_has_led(name: str, tmp_path: Path) -> None:
     folder(tmp_path / "old")
-    folder(tmp_path / "new")
-    safetensors.numpy.save_file({"a.x": np.full(2, 7)}, tmp_path / "new" / "model-00001-of-00002.safetensors")
+    folder(tmp_path / "new", 7, 7)
     link = tmp_path / "latest"
-    link.symlink_to("old")
+    lead(link, "old")
     with hf.open(link / name) as tree:
         first = tree["a"]["x"][0]
-        link.unlink()
-        link.symlink_to("new")
-        assert [first, tree["a"]["x"][1]] == hf.load(tmp_path / "old" / name)["a"]["x"].tolist()
+        lead(link, "new")
+        assert [first, tree["a"]["x"][1]] == [1, 1]
     assert hf.open(link / name).tree["a"]["x"][:].tolist() == [7, 7]
 
 
@@ -223,7 +174,7 @@ def test_handles_of_a_file_in_whose_place_another_one_is(is_link: bool, tmp_path
     [
         ({"a.x": "../x.safetensors"}, "not a file in its folder"),
         ({"a.x": "missing.safetensors"}, "is missing"),
-        ({"a.x": "model-00002-of-00002.safetensors"}, "does not hold it"),
+        ({"a.x": SECOND}, "does not hold it"),
         ({"a.x": 3}, "file of every tensor"),
     ],
     ids=["outside", "missing file", "missing tensor", "no name"],
@@ -233,9 +184,8 @@ def test_damaged_indexes(tmp_path: Path, change: dict[str, Any], message: str) -
     index = json.loads(path.read_text())
     index["weight_map"] |= change
     path.write_text(json.dumps(index))
-
     with pytest.raises(hf.DamagedCheckpointError, match=message):
-        opened(tmp_path / "model")
+        hf.load(tmp_path / "model")
 
 
 def forged(path: Path, header: object, data: bytes = b"") -> Path:
@@ -275,7 +225,7 @@ def described(shape: object = (2,), offsets: object = (0, 2), dtype: object = "U
 )
 def test_damaged_headers(tmp_path: Path, header: object, data: bytes, message: str) -> None:
     with pytest.raises(hf.DamagedCheckpointError, match=message):
-        opened(forged(tmp_path / "x.safetensors", header, data))
+        hf.load(forged(tmp_path / "x.safetensors", header, data))
 
 
 @pytest.mark.parametrize(
@@ -288,15 +238,12 @@ def test_damaged_headers(tmp_path: Path, header: object, data: bytes, message: s
 )
 def test_files_that_are_too_short(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
-
     with pytest.raises(hf.DamagedCheckpointError, match=said):
-        opened(tmp_path / "x.safetensors")
+        hf.load(tmp_path / "x.safetensors")
 
 
 def test_packed_numbers_are_bytes(tmp_path: Path) -> None:
-    forged(tmp_path / "x.safetensors", {"a": described(dtype="F4", shape=(3, 4), offsets=(0, 6))}, b"123456")
-
-    source = opened(tmp_path / "x.safetensors")
-
-    assert source.leaves[0].saved.details["torch_dtype"] == "float4_e2m1fn_x2"
-    assert loaded(source)["a"].tobytes() == b"123456"
+    path = forged(tmp_path / "x.safetensors", {"a": described(dtype="F4", shape=(3, 4), offsets=(0, 6))}, b"123456")
+    assert hf.load(path)["a"].tobytes() == b"123456"
+    if hasattr(torch, "float4_e2m1fn_x2"):
+        assert hf.load(path, like={"a": torch.zeros(3, 2, dtype=torch.float4_e2m1fn_x2)})["a"].shape == (3, 2)
