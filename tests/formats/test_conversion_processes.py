@@ -26,71 +26,56 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_an_import(run: Path, tmp_path: Path) -> None:
-    hf.export_checkpoint(run, tmp_path / "orbax", "orbax")
+def test_an_import_an_export_and_an_export_in_place(run: Path, tmp_path: Path) -> None:
+    for to in ("safetensors", "torch", "orbax"):
+        target = tmp_path / to
+        results = together(COUNT, lambda one: hf.export_checkpoint(run, target, to, step=2, coordinator=one))  # noqa: B023
+        assert results[0] == results[1] == results[2]
+        assert [done.format for done in results[0]] == [to]
+        assert hf.load(target)["w"].tolist() == [2] * 4
 
-    results = together(
-        COUNT, lambda one: hf.import_checkpoint(tmp_path / "orbax", tmp_path / "imported", coordinator=one)
-    )
-
-    assert results[0] == results[1] == results[2]
-    assert [done.step for done in results[0]] == [1, 2]
-    assert hf.verify(tmp_path / "imported").ok
-    assert hf.load(tmp_path / "imported")["w"].tolist() == [2] * 4
-
-
-@pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
-def test_an_export(run: Path, tmp_path: Path, to: Any) -> None:
-    results = together(COUNT, lambda one: hf.export_checkpoint(run, tmp_path / "out", to, step=2, coordinator=one))
-
-    assert results[0] == results[1] == results[2]
-    assert [done.format for done in results[0]] == [to]
-    assert hf.load(tmp_path / "out")["w"].tolist() == [2] * 4
-
-
-def test_an_export_in_place(run: Path) -> None:
     results = together(COUNT, lambda one: hf.add_orbax_metadata(run, coordinator=one))
-
     assert results == [[hf.storage.as_location(run / str(step)) for step in (1, 2)]] * COUNT
     with ocp.CheckpointManager(run) as manager:
         args = ocp.args.Composite(state=ocp.args.StandardRestore())
         assert manager.restore(2, args=args).state["w"].tolist() == [2] * 4
 
+    hf.export_checkpoint(run, tmp_path / "all", "orbax")
+    imported = tmp_path / "imported"
+    results = together(COUNT, lambda one: hf.import_checkpoint(tmp_path / "all", imported, coordinator=one))
+    assert results[0] == results[1] == results[2]
+    assert [done.step for done in results[0]] == [1, 2]
+    assert hf.verify(imported).ok
+    assert hf.load(imported)["w"].tolist() == [2] * 4
 
-def test_a_failure_is_told_to_all(run: Path, tmp_path: Path) -> None:
-    def work(one: Coordinator) -> Any:
-        return hf.import_checkpoint(tmp_path / "nothing", tmp_path / "imported", coordinator=one)
 
-    results = together(COUNT, work)
-
-    assert isinstance(results[0], hf.CheckpointNotFoundError)
-    for result in results[1:]:
+def test_a_failure_and_processes_that_ask_for_different_things(run: Path, tmp_path: Path) -> None:
+    first, *others = together(
+        COUNT, lambda one: hf.import_checkpoint(tmp_path / "nothing", tmp_path / "imported", coordinator=one)
+    )
+    assert isinstance(first, hf.CheckpointNotFoundError)
+    for result in others:
         assert isinstance(result, hf.errors.PeerFailedError)
         assert "process 0 failed: CheckpointNotFoundError" in str(result)
 
-
-def test_processes_that_ask_for_different_things(run: Path, tmp_path: Path) -> None:
-    def work(one: Coordinator) -> Any:
+    def export(one: Coordinator) -> Any:
         target = tmp_path / f"{one.process_index == 2}.safetensors"
         return hf.export_checkpoint(run, target, "safetensors", coordinator=one)
 
-    results = together(COUNT, work)
-
-    assert results[0] == results[1]
-    assert isinstance(results[2], hf.errors.StateError)
-    assert "hf.processes.Alone()" in str(results[2])
+    first, second, third = together(COUNT, export)
+    assert first == second
+    assert isinstance(third, hf.errors.StateError)
+    assert "hf.processes.Alone()" in str(third)
 
 
 def test_one_process_alone(run: Path, tmp_path: Path) -> None:
-    def work(one: Coordinator) -> Any:
-        target = tmp_path / f"{one.process_index}.safetensors"
-        return hf.export_checkpoint(
-            run, target, "safetensors", coordinator=hf.processes.Alone() if one.process_index else one
-        )
+    targets = [tmp_path / f"{index}.safetensors" for index in range(COUNT)]
 
-    assert [done.path for (done,) in together(COUNT, work)] == [
-        str(tmp_path / f"{i}.safetensors") for i in range(COUNT)
-    ]
+    def export(one: Coordinator) -> Any:
+        alone = hf.processes.Alone() if one.process_index else one
+        return hf.export_checkpoint(run, targets[one.process_index], "safetensors", coordinator=alone)
+
+    assert [done.path for (done,) in together(COUNT, export)] == [str(target) for target in targets]
 
 
 def convert(process: Process, directory: str) -> list[Any]:
@@ -104,6 +89,5 @@ def convert(process: Process, directory: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_real_processes(run: Path, backend: Backend) -> None:
     first, second = run_processes(convert, 2, str(run.parent), backend=backend)
-
     assert first == second
     assert first[-1] == [2] * 4
