@@ -1,9 +1,10 @@
-"""What every format has to do, run for each of them; and the defaults of the protocols, with a fake source."""
+"""What every format has to do, run for each of them."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from tests.descriptors import open_files
-from tests.formats.fake_source import FakeCheckpoint, FakeTree
 from tests.formats.tensorflow_writer import BOOL, FLOAT, INT32, entry
 from tests.formats.tensorflow_writer import write as write_tensorflow
 
@@ -27,7 +27,7 @@ import holdfast as hf
 from holdfast import graph
 from holdfast.engine.arrays import PartialTree, TreeSource, load_tree
 from holdfast.engine.pytree import Box, flatten, split, whole
-from holdfast.engine.sources import JSON, METRICS, TREE, CheckpointSource, open_checkpoint
+from holdfast.engine.sources import TREE, CheckpointSource, open_checkpoint
 from holdfast.engine.storage import as_location
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -151,47 +151,31 @@ def test_the_checkpoint(case: Case, checkpoint: CheckpointSource) -> None:
     assert checkpoint.format == case.format
     assert list(checkpoint.items.values()) == [TREE]
     assert checkpoint.nbytes > 0
-    assert checkpoint.step is None
-    assert checkpoint.metrics is None
+    assert (checkpoint.step, checkpoint.metrics) == (None, None)
     assert checkpoint.items_to_load() == list(checkpoint.items)
     with pytest.raises(hf.CheckpointNotFoundError, match="no tree 'x'"):
         checkpoint.only_tree("x")
 
 
-def test_names_shapes_and_dtypes(source: TreeSource) -> None:
-    assert {joined(leaf.name): (leaf.saved.dtype, leaf.saved.shape) for leaf in source.leaves} == {
-        name: (array.dtype, array.shape) for name, array in ARRAYS.items()
-    }
+def test_leaves_are_in_the_order_of_the_containers(source: TreeSource) -> None:
+    names = [leaf.name for leaf in source.leaves]
+    built = flatten(source.tree.build(names))
+    assert (built.values, built.names) == (names, names)
     assert {joined(leaf.name): leaf.nbytes for leaf in source.leaves} == {
         name: array.nbytes for name, array in ARRAYS.items()
     }
     assert source.left_out == ()
 
 
-def test_leaves_are_in_the_order_of_the_containers(source: TreeSource) -> None:
-    built = source.tree.build([leaf.name for leaf in source.leaves])
-
-    assert flatten(built).values == [leaf.name for leaf in source.leaves]
-    assert flatten(built).names == [leaf.name for leaf in source.leaves]
-
-
-def test_whole_leaves_in_any_order(source: TreeSource) -> None:
+def test_whole_leaves_in_any_order_belong_to_the_caller(source: TreeSource) -> None:
     for leaves in (source.leaves, source.leaves[::-1], source.leaves[2:3], []):
-        arrays = source.read_leaves(leaves)
-
-        assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(leaves, arrays, strict=True))
-
-
-def test_arrays_belong_to_the_caller(source: TreeSource) -> None:
-    for array in source.read_leaves(source.leaves):
-        assert array is not None
-        assert array.flags.writeable
-        assert array.flags.aligned
-        assert array.flags.c_contiguous
-        array[...] = 0
-
-    arrays = source.read_leaves(source.leaves)
-    assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(source.leaves, arrays, strict=True))
+        for leaf, array in zip(leaves, source.read_leaves(leaves), strict=True):
+            assert same(array, ARRAYS[joined(leaf.name)])
+            assert array is not None
+            assert array.flags.writeable
+            assert array.flags.aligned
+            assert array.flags.c_contiguous
+            array[...] = 0
 
 
 def test_handles_of_an_open_checkpoint(path: Path) -> None:
@@ -221,11 +205,6 @@ def test_an_open_checkpoint_lets_go_of_its_files(path: Path) -> None:
 def handle(path: Path) -> Any:
     opened = hf.open(path).tree
     return opened["net"]["w"] if "net" in opened else opened["net.w"]
-
-
-def test_handles_that_are_pickled(path: Path) -> None:
-    assert handle(path).__dask_tokenize__() == handle(path).__dask_tokenize__()
-    assert same(pickle.loads(pickle.dumps(handle(path)))[2:5], ARRAYS["net.w"][2:5])
 
 
 def test_handles_of_a_checkpoint_that_is_written_anew(case: Case, tmp_path: Path) -> None:
@@ -264,35 +243,63 @@ BOXES = {
 }
 
 
-def check_boxes(source: TreeSource) -> None:
-    for _ in range(2):  # the second time after changing what the first has returned
-        boxes = [BOXES[leaf.saved.shape or ()] for leaf in source.leaves]
-        found = source.read_boxes(source.leaves, boxes)
-        for leaf, wanted, arrays in zip(source.leaves, boxes, found, strict=True):
-            array = ARRAYS[joined(leaf.name)]
-            assert [part.tolist() for part in arrays] == [
-                array[box.within(whole(array.shape))].tolist() for box in wanted
-            ]
-            assert all(part.dtype == array.dtype for part in arrays)
-
-
 def test_boxes(source: TreeSource) -> None:
-    check_boxes(source)
+    boxes = [BOXES[leaf.saved.shape or ()] for leaf in source.leaves]
+    found = source.read_boxes(source.leaves, boxes)
+    for leaf, wanted, parts in zip(source.leaves, boxes, found, strict=True):
+        array = ARRAYS[joined(leaf.name)]
+        assert all(same(one, array[box.within(whole(array.shape))]) for box, one in zip(wanted, parts, strict=True))
 
 
-def test_loading_without_a_template(path: Path) -> None:
-    found = flatten(hf.load(path))
+def test_a_part_of_a_tree_under_other_names(source: TreeSource) -> None:
+    w, b = ({joined(leaf.name): leaf for leaf in source.leaves}[name] for name in ("net.w", "net.b"))
+    part = PartialTree(source, {"kernel": w, "bias": b}, source.tree)
+    assert [leaf.name for leaf in part.leaves] == ["kernel", "bias"]
+    like = {"kernel": np.zeros((8, 6), np.float32), "bias": np.zeros(3, bool)}
+    assert same(load_tree(part, like=like)["kernel"], ARRAYS["net.w"])
+    assert part.verify() == []
+    [[rows]] = part.read_boxes(part.leaves[:1], [[Box((2, 0), (4, 6))]])
+    assert same(rows, ARRAYS["net.w"][2:4])
 
-    values = {joined(name): value for name, value in zip(found.names, found.values, strict=True)}
+
+def test_a_loaded_tree_in_another_structure(path: Path) -> None:
+    renamed = {"v": hf.Transform(original_key="net")}
+    found = hf.load_transformed(path, renamed, {"v": {"w": ..., "b": ...}, "scale": np.float32(0)})
+    assert same(found["v"]["w"], ARRAYS["net.w"])
+    assert float(found["scale"]) == 2.5
+
+
+def values_of(tree: Any) -> dict[str, Any]:
+    found = flatten(tree)
+    return {joined(name): np.asarray(value) for name, value in zip(found.names, found.values, strict=True)}
+
+
+def test_loading_without_a_template_all_and_some(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the files is run."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a file was executed")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    values = values_of(hf.load(path))
     assert values.keys() == ARRAYS.keys()
-    assert all(same(np.asarray(values[name]), array) for name, array in ARRAYS.items())
+    assert all(same(values[name], array) for name, array in ARRAYS.items())
+    some = values_of(hf.load(path, select="net/**"))
+    assert some.keys() == {"net.w", "net.b"}
+    assert same(some["net.w"], ARRAYS["net.w"])
+    with pytest.raises(hf.TreeMismatchError, match="matches no leaf"):
+        hf.load(path, select="nothing/**")
+    assert {leaf.path.replace("/", "."): (leaf.shape, leaf.dtype) for leaf in hf.describe(path)} == {
+        name: (array.shape, array.dtype.name) for name, array in ARRAYS.items()
+    }
+    assert hf.verify(path).ok
 
 
 def test_files_in_an_object_store(case: Case, path: Path) -> None:
     place = as_location(f"memory://conformance/{case.format}")
     for file in files_below(path):
         (place / os.path.relpath(file, path.parent)).write_bytes(file.read_bytes())
-
     assert same(hf.load(place / path.name, like=tree())["net"]["w"], ARRAYS["net.w"])
     assert hf.verify(place / path.name).ok
     place.remove_tree()
@@ -306,9 +313,7 @@ def test_a_template_decides_libraries_and_shardings(path: Path) -> None:
     like = tree(lambda array: np.zeros_like(array))
     like["net"]["w"] = shape_of((8, 6), np.float32, sharding=sharding)
     like["steps"] = torch.zeros(3, dtype=torch.int32)
-
     found = hf.load(path, like=like)
-
     assert found["net"]["w"].sharding == sharding
     assert same(np.asarray(found["net"]["w"]), ARRAYS["net.w"])
     assert found["steps"].tolist() == [1, -2, 3]
@@ -319,39 +324,9 @@ def test_a_template_that_differs_names_every_leaf(path: Path) -> None:
     like = tree()
     like["net"]["w"] = np.zeros((9, 6), np.float32)
     like["other"] = like.pop("scale")
-
     with pytest.raises(hf.TreeMismatchError) as caught:
         hf.load(path, like=like)
-
     assert sorted(line.partition(":")[0] for line in caught.value.differences) == ["net/w", "other", "scale"]
-
-
-def test_selecting(source: TreeSource) -> None:
-    found = load_tree(source, select="net/**")
-
-    assert found.keys() == {"net"}
-    assert same(found["net"]["w"], ARRAYS["net.w"])
-    with pytest.raises(hf.TreeMismatchError, match="matches no leaf"):
-        load_tree(source, select="nothing/**")
-
-
-def test_describing_and_verifying(path: Path, source: TreeSource) -> None:
-    assert {leaf.path.replace("/", "."): (leaf.shape, leaf.dtype) for leaf in hf.describe(path)} == {
-        name: (array.shape, array.dtype.name) for name, array in ARRAYS.items()
-    }
-    assert source.verify() == []
-    assert hf.verify(path).ok
-
-
-def test_nothing_is_executed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("a file was executed")
-
-    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
-        monkeypatch.setattr(module, name, refuse)
-
-    assert flatten(hf.load(path)).names != []
-    assert hf.verify(path).ok
 
 
 def test_importing(case: Case, path: Path, tmp_path: Path) -> None:
@@ -359,9 +334,7 @@ def test_importing(case: Case, path: Path, tmp_path: Path) -> None:
         with pytest.raises(hf.errors.OptionError, match="is already a holdfast checkpoint"):
             hf.import_checkpoint(path, tmp_path / "ours")
         return
-
     (done,) = hf.import_checkpoint(path, tmp_path / "ours")
-
     assert (done.format, done.leaves, done.left_out) == (case.format, len(ARRAYS), ())
     assert done.bytes == sum(array.nbytes for array in ARRAYS.values())
     found = hf.load(tmp_path / "ours", like=tree())
@@ -385,141 +358,38 @@ def data_file(path: Path) -> Path:
     return found
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(hf.DamagedCheckpointError) as caught:
-        hf.load(path)
-    report = hf.verify(path)
-    assert not report.ok
-    return str(caught.value)
-
-
-def test_missing_data_is_refused_with_its_file(case: Case, tmp_path: Path) -> None:
-    path = case.write(tmp_path)
-    file = data_file(path)
-    file.unlink()
-
-    with pytest.raises((hf.DamagedCheckpointError, hf.CheckpointNotFoundError)) as caught:
-        hf.load(path)
-
-    assert file.name in str(caught.value)
-
-
-def test_cut_data_is_refused_with_its_leaf_and_file(case: Case, tmp_path: Path) -> None:
-    path = case.write(tmp_path)
-    file = data_file(path)
+def cut(file: Path) -> bytes:
+    """Cuts a file within the elements of an array; what it held."""
     content = file.read_bytes()
     file.write_bytes(content[: content.index(ARRAYS["net.w"].tobytes()) + 50])
-
-    message = refusal(path)
-
-    assert file.name in message
+    return content
 
 
-def test_data_that_is_cut_after_opening(case: Case, tmp_path: Path) -> None:
+def test_cut_changed_and_missing_data_are_refused(case: Case, tmp_path: Path) -> None:
     path = case.write(tmp_path)
     found = open_checkpoint(as_location(path))
     source = found.tree(found.only_tree())
     file = data_file(path)
-    content = file.read_bytes()
-    file.write_bytes(content[: content.index(ARRAYS["net.w"].tobytes()) + 50])
-
-    if not case.reads_leaves:
+    content = cut(file)
+    with pytest.raises(hf.DamagedCheckpointError, match=re.escape(file.name)):
+        hf.load(path)
+    assert not hf.verify(path).ok
+    if case.reads_leaves:
+        with pytest.raises(hf.DamagedCheckpointError, match=rf"(?s)net/w.*{file.name}|{file.name}.*net/w"):
+            source.read_leaves(source.leaves)
+        assert "net/w" in [problem.leaf for problem in source.verify()]
+    else:
         assert source.verify() == []
-        return
-    with pytest.raises(hf.DamagedCheckpointError, match=rf"(?s)net/w.*{file.name}|{file.name}.*net/w"):
-        source.read_leaves(source.leaves)
-    assert "net/w" in [problem.leaf for problem in source.verify()]
 
+    if case.has_checksums:
+        flipped = bytearray(content)
+        flipped[content.index(ARRAYS["net.w"].tobytes()) + 10] ^= 4
+        file.write_bytes(flipped)
+        with pytest.raises(hf.DamagedCheckpointError, match="net/w"):
+            hf.load(path)
+        assert not hf.verify(path).ok
+        assert hf.load(path, select="steps")["steps"].tolist() == [1, -2, 3]
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_checksums])
-def test_a_flipped_bit_is_refused_with_its_leaf(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    path = case.write(tmp_path)
-    file = data_file(path)
-    content = bytearray(file.read_bytes())
-    content[content.index(ARRAYS["net.w"].tobytes()) + 10] ^= 4
-    file.write_bytes(content)
-
-    assert "net/w" in refusal(path)
-    assert hf.load(path, select="steps")["steps"].tolist() == [1, -2, 3]
-
-
-# ---- the defaults of the protocols
-
-
-@pytest.fixture
-def fake() -> FakeTree:
-    return FakeTree(as_location("memory://fake"), tree())
-
-
-def test_a_tree_that_only_reads_leaves_loads_in_every_way(fake: FakeTree) -> None:
-    assert same(load_tree(fake)["net"]["w"], ARRAYS["net.w"])
-    assert fake.calls == [["net.w", "net.b", "steps", "scale", "empty"]]
-    assert load_tree(fake, select="steps")["steps"].tolist() == [1, -2, 3]
-    assert fake.calls[1:] == [["steps"]]
-    check_boxes(fake)
-
-
-def test_a_part_of_a_tree_under_other_names(fake: FakeTree) -> None:
-    part = PartialTree(fake, {"kernel": fake.leaves[0], "bias": fake.leaves[1]}, fake.tree)
-
-    assert [leaf.name for leaf in part.leaves] == ["kernel", "bias"]
-    like = {"kernel": np.zeros((8, 6), np.float32), "bias": np.zeros(3, bool)}
-    assert same(load_tree(part, like=like)["kernel"], ARRAYS["net.w"])
-    assert part.verify() == []
-    [[rows]] = part.read_boxes(part.leaves[:1], [[Box((2, 0), (4, 6))]])
-    assert same(rows, ARRAYS["net.w"][2:4])
-
-
-def test_a_tree_without_abilities(fake: FakeTree) -> None:
-    assert fake.verify() == []
-    assert fake.graph_document() is None
-    assert fake.variables is None
-    assert fake.left_out == ()
-    assert fake.for_template(["other"]) is fake
-
-
-def test_verifying_names_damaged_leaves_and_passes_over_unreadable_ones() -> None:
-    fake = FakeTree(as_location("memory://fake"), tree(), damaged=["net.w"], unreadable=["steps"])
-
-    (problem,) = fake.verify()
-
-    assert problem.leaf == "net/w"
-    assert "damaged on purpose" in problem.what
-
-
-def test_a_checkpoint_without_abilities(fake: FakeTree) -> None:
-    checkpoint = FakeCheckpoint(fake.location, {"state": fake}, {"notes": JSON, "metrics": METRICS, "x": "odd"})
-
-    assert (checkpoint.step, checkpoint.time, checkpoint.metrics, checkpoint.reason) == (None, None, None, "")
-    assert checkpoint.only_tree() == "state"
-    assert checkpoint.items_to_load() == ["state", "notes"]
-    assert checkpoint.files("state") is None
-    assert same(checkpoint.load("state", select="net/w")["net"]["w"], ARRAYS["net.w"])
-    with pytest.raises(hf.errors.OptionError, match="cannot be read as a value"):
-        checkpoint.value("x")
-    with pytest.raises(hf.errors.OptionError, match="is JSON, not a tree"):
-        checkpoint.load("notes", like={})
-
-
-def test_the_only_tree(fake: FakeTree) -> None:
-    two = FakeCheckpoint(fake.location, {"a": fake, "b": fake})
-    none = FakeCheckpoint(fake.location, {}, {"x": "odd"})
-
-    assert two.only_tree("b") == "b"
-    with pytest.raises(hf.errors.OptionError, match="a, b"):
-        two.only_tree()
-    with pytest.raises(hf.errors.OptionError):
-        none.only_tree()
-    with pytest.raises(hf.errors.OptionError, match="none of the items"):
-        none.items_to_load()
-
-
-def test_a_loaded_tree_in_another_structure(fake: FakeTree) -> None:
-    checkpoint = FakeCheckpoint(fake.location, {"state": fake})
-
-    found = checkpoint.load_transformed(
-        "state", {"v": hf.Transform(original_key="net")}, {"v": {"w": ..., "b": ...}}, default_to_original=True
-    )
-
-    assert same(found["v"]["w"], ARRAYS["net.w"])
+    file.unlink()
+    with pytest.raises((hf.DamagedCheckpointError, hf.CheckpointNotFoundError), match=re.escape(file.name)):
+        hf.load(path)
