@@ -58,30 +58,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_newest_step_is_loaded(run: Path) -> None:
+def test_a_run_is_loaded_listed_described_and_verified(run: Path) -> None:
     found = hf.load(run)
-    assert found["step"] == 12
-    assert found["w"].tolist() == [12, 12, 12]
+    assert (found["step"], found["w"].tolist()) == (12, [12, 12, 12])
     assert hf.load(run / "ckpt_00000002")["step"] == 2
     assert hf.load(run / "ckpt_00000002" / "default")["step"] == 2
     assert hf.load(run, item="default")["step"] == 12
     assert hf.load(run, item="metrics") == {"loss": 6.0}
 
-
-def test_steps_are_listed_with_their_metrics(run: Path) -> None:
-    found = hf.list_checkpoints(run)
-    assert [(one.step, one.metrics, one.damage) for one in found] == [
+    listed = hf.list_checkpoints(run)
+    assert [(one.step, one.metrics, one.damage) for one in listed] == [
         (2, {"loss": 1.0}, None),
         (12, {"loss": 6.0}, None),
     ]
     committed = json.loads((run / "ckpt_00000002" / "_CHECKPOINT_METADATA").read_text())["commit_timestamp_nsecs"]
-    assert found[0].time == committed / 1e9
     files = [path for path in (run / "ckpt_00000002").rglob("*") if path.is_file()]
-    assert found[0].bytes == sum(path.stat().st_size for path in files)
-    assert found[0].reason == "written by Orbax"
+    assert listed[0].time == committed / 1e9
+    assert listed[0].bytes == sum(path.stat().st_size for path in files)
+    assert listed[0].reason == "written by Orbax"
 
-
-def test_a_step_is_described_and_verified(run: Path) -> None:
     leaves = {(leaf.item, leaf.path): leaf for leaf in hf.describe(run, 2)}
     assert leaves["default", "w"].shape == (3,)
     assert leaves["metrics", ""].value == "{'loss': 1.0}"
@@ -114,9 +109,6 @@ def test_every_kind_of_item(several_items: Path) -> None:
     expected: Any = np.random.RandomState(1).get_state(legacy=True)
     assert found["numpy_state"][0] == expected[0]
     np.testing.assert_array_equal(found["numpy_state"][1], expected[1])
-
-
-def test_items_by_their_names(several_items: Path) -> None:
     assert hf.load(several_items, item="key", like=jax.random.key(0)) == jax.random.key(9)
     assert hf.load(several_items, item="array", like=jnp.zeros(7, jnp.int32)).tolist() == list(range(7))
     with pytest.raises(hf.errors.OptionError, match="name one with item="):
@@ -141,6 +133,11 @@ def test_items_of_unknown_kinds_are_listed_and_skipped(
     assert ("dataset", "PyGrainCheckpointHandler") in {(leaf.item, leaf.kind) for leaf in hf.describe(copy)}
     with pytest.raises(hf.errors.OptionError, match=r"only Orbax reads item 'dataset' \(PyGrainCheckpointHandler\)"):
         hf.load(copy, item="dataset")
+    edit(copy / "4", lambda document: document.update(item_handlers=handlers), "_CHECKPOINT_METADATA")
+    for item in several_items.glob("4/*/"):
+        shutil.rmtree(copy / "4" / item.name)
+    with pytest.raises(hf.errors.OptionError, match=r"none of the items .* is a tree or JSON: dataset \(PyGrain"):
+        hf.load(copy)
 
 
 def test_a_missing_item_is_damage(several_items: Path, tmp_path: Path) -> None:
@@ -176,44 +173,40 @@ def test_unfinished_steps_are_not_listed(run: Path, tmp_path: Path) -> None:
 
 def test_a_gutted_step_is_damaged(run: Path, tmp_path: Path) -> None:
     copy = copied(run, tmp_path)
-    shutil.rmtree(copy / "ckpt_00000012" / "default")
-    shutil.rmtree(copy / "ckpt_00000012" / "metrics")
-    damage = [one.damage for one in hf.list_checkpoints(copy)]
-    assert damage[0] is None
+    step = copy / "ckpt_00000012"
+    (step / "metrics" / "metrics").write_bytes(b"\xff")  # which no load needs
+    assert "metrics is damaged" in str(hf.list_checkpoints(copy)[1].damage)
+    assert not hf.verify(copy, 12).ok
+    assert hf.load(copy)["step"] == 12
+    for name in ("default", "metrics"):
+        shutil.rmtree(step / name)
     with pytest.raises(hf.DamagedCheckpointError, match="default/_METADATA is missing"):
         hf.load(copy)
-    (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("")
-    assert "only its directory is left" in str(hf.list_checkpoints(copy)[1].damage)
-    with pytest.raises(hf.DamagedCheckpointError, match="only its directory is left"):
-        hf.load(copy)
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "load_fails"),
-    [
-        pytest.param("_CHECKPOINT_METADATA", "_CHECKPOINT_METADATA is damaged: it is not JSON", True, id="of the step"),
-        pytest.param("metrics/metrics", "metrics is damaged", False, id="metrics, which no load needs"),
-    ],
-)
-def test_documents_that_are_no_json(run: Path, tmp_path: Path, file: str, damage: str, load_fails: bool) -> None:
-    copy = copied(run, tmp_path)
-    (copy / "ckpt_00000012" / file).write_bytes(b"\xff")
-    assert damage in str(hf.list_checkpoints(copy)[1].damage)
-    assert not hf.verify(copy, 12).ok
-    if load_fails:
+    for content, damage in (
+        (b"\xff", "_CHECKPOINT_METADATA is damaged: it is not JSON"),
+        (b"", "only its directory is left"),
+    ):
+        (step / "_CHECKPOINT_METADATA").write_bytes(content)
+        whole, gutted = hf.list_checkpoints(copy)
+        assert whole.damage is None
+        assert damage in str(gutted.damage)
+        assert not hf.verify(copy, 12).ok
         with pytest.raises(hf.DamagedCheckpointError, match=damage):
             hf.load(copy)
-    else:
-        assert hf.load(copy)["step"] == 12
 
 
 @pytest.mark.needs("orbax-checkpoint", "0.12")
-def test_the_checkpointers_of_version_one(tmp_path: Path) -> None:
+def test_the_checkpointers_and_functions_of_version_one(tmp_path: Path) -> None:
     with v1.training.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(3, state(3), metrics={"loss": 1.0})
     found = hf.load(tmp_path / "run", like={"w": np.zeros(3, np.float32), "step": 0})
     assert found["step"] == 3
     assert hf.list_checkpoints(tmp_path / "run")[0].metrics == {"loss": 1.0}
+    v1.save(tmp_path / "one", {"key": jax.random.key(5), "text": "x"})
+    assert hf.load(tmp_path / "one", like={"key": jax.random.key(0), "text": ""}) == {
+        "key": jax.random.key(5),
+        "text": "x",
+    }
     registry = v1.handlers.local_registry()
     registry.add(v1.handlers.JsonHandler, checkpointable_name="facts")
     items = {"facts": {"a": [1, "x"]}, "model": {"w": jnp.ones(2)}, "other": {"a": 1.5}}
@@ -264,12 +257,16 @@ def test_one_object_that_is_no_tree(tmp_path: Path, handler: str, arguments: Any
     assert hf.verify(tmp_path / "one").ok
 
 
-def test_items_without_a_manager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("facts", ["facts", "metadata"])
+def test_items_without_a_manager_and_one_that_is_called_metadata(tmp_path: Path, facts: str) -> None:
+    items = {"model": ocp.args.StandardSave({"w": jnp.ones(1)}), facts: ocp.args.JsonSave({"x": 1})}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        items = ocp.args.Composite(model=ocp.args.StandardSave({"w": jnp.ones(1)}), facts=ocp.args.JsonSave({"x": 1}))
-        checkpointer.save(tmp_path / "one", args=items)
-    assert hf.load(tmp_path / "one", item="facts") == {"x": 1}
-    assert hf.load(tmp_path / "one", item="model", like={"w": np.zeros(1, np.float32)})["w"].tolist() == [1]
+        checkpointer.save(tmp_path / "run" / "1", args=ocp.args.Composite(**items))
+    place = tmp_path / "run" / "1" if facts == "facts" else tmp_path / "run"
+    assert hf.load(place)[facts] == {"x": 1}
+    assert hf.load(place, item="model", like={"w": np.zeros(1, np.float32)})["w"].tolist() == [1]
+    (tmp_path / "run" / "1" / "_CHECKPOINT_METADATA").unlink()
+    assert hf.load(place, item=facts) == {"x": 1}
 
 
 @pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning")
@@ -297,17 +294,6 @@ def test_on_google_cloud_storage_only_what_is_marked_is_finished(monkeypatch: py
     assert is_finished(place / "state", frozenset({"_METADATA"}))
 
 
-def test_an_item_that_is_called_metadata(tmp_path: Path) -> None:
-    with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "metadata"), options=options()) as manager:
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave({"w": jnp.ones(2)}), metadata=ocp.args.JsonSave({"a": 1})
-        )
-        manager.save(1, args=items)
-    assert hf.load(tmp_path / "run")["metadata"] == {"a": 1}
-    (tmp_path / "run" / "1" / "_CHECKPOINT_METADATA").unlink()
-    assert hf.load(tmp_path / "run", item="metadata") == {"a": 1}
-
-
 # ---- by the calls of a program that comes from Orbax
 
 
@@ -317,7 +303,6 @@ def test_a_checkpointer_restores_what_orbax_saved(tmp_path: Path, kind: Any, use
     tree = {"w": jnp.arange(6.0).reshape(2, 3), "layers": [jnp.ones(2, jnp.bfloat16), np.arange(3)], "step": 7}
     place = save(tmp_path / "one", tree, use_ocdbt=use_ocdbt)
     checkpointer = kind()
-
     found = checkpointer.restore(place)
     assert (found["w"].tolist(), found["layers"][1].tolist(), found["step"]) == ([[0, 1, 2], [3, 4, 5]], [0, 1, 2], 7)
     restored = checkpointer.restore(place, tree)
