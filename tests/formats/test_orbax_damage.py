@@ -19,6 +19,7 @@ from holdfast.integrations.formats.orbax.arrays import reason
 
 jnp: Any = pytest.importorskip("jax.numpy")
 Saved = Callable[[str], Path]
+since_0_11_32 = pytest.mark.needs("orbax-checkpoint", "0.11.32")
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +62,7 @@ def test_damaged_data_is_named(saved: Saved, layout: str, damage: str) -> None:
     assert hf.load(path, select="text") == {"text": "hello"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_missing_descriptions_of_arrays_are_named(saved: Saved, layout: str) -> None:
-    path = saved(layout)
-    if layout.startswith("ocdbt"):
-        edit(path, lambda document: document["tree_metadata"].update(_entry("lost")))
-        lost = "lost"
-    else:
-        for file in (path / "w").glob("*zarr*"):
-            file.unlink()
-        lost = "w"
-    with pytest.raises(hf.DamagedCheckpointError, match=rf"\n  {lost}: .*{lost}/"):
-        hf.load(path)
-    assert not hf.verify(path).ok
-
-
-def _entry(*keys: str, kind: str = "np.ndarray") -> dict[str, Any]:
+def entry(*keys: str, kind: str = "np.ndarray") -> dict[str, Any]:
     return {
         str(keys): {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
@@ -85,14 +71,16 @@ def _entry(*keys: str, kind: str = "np.ndarray") -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", ["ocdbt zarr2", "ocdbt zarr3"])
-@pytest.mark.parametrize("size", [0, 10, 60])
-def test_a_damaged_manifest(saved: Saved, layout: str, size: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_descriptions_of_arrays_are_named(saved: Saved, layout: str) -> None:
     path = saved(layout)
-    content = (path / "manifest.ocdbt").read_bytes()
-    (path / "manifest.ocdbt").write_bytes(content[:size])
-    with pytest.raises(hf.DamagedCheckpointError, match=r"manifest\.ocdbt"):
+    lost = "lost" if layout.startswith("ocdbt") else "w"
+    edit(path, lambda document: document["tree_metadata"].update(entry(lost)))
+    for file in (path / "w").glob("*zarr*"):
+        file.unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match=rf"\n  {lost}: .*{lost}/"):
         hf.load(path)
+    assert not hf.verify(path).ok
 
 
 @pytest.mark.parametrize(
@@ -107,49 +95,66 @@ def test_a_damaged_manifest(saved: Saved, layout: str, size: int) -> None:
         ("_strings.json", b"{}", "no text for leaf text"),
         ("_strings.json", b"\xff", r"_strings\.json is damaged: it is not JSON"),
         ("array_metadatas/process_0", b"{", "process_0 is damaged"),
+        ("manifest.ocdbt", 0, r"manifest\.ocdbt"),
+        ("manifest.ocdbt", 10, r"manifest\.ocdbt"),
+        ("manifest.ocdbt", 60, r"manifest\.ocdbt"),
+        ("_METADATA", None, "_METADATA is missing"),
+        # Before, no document says that there was a database.
+        pytest.param("manifest.ocdbt", None, "manifest.ocdbt is missing", marks=since_0_11_32),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_damaged_documents(saved: Saved, file: str, content: bytes, what: str) -> None:
-    path = saved("ocdbt zarr2")
-    (path / file).write_bytes(content)
+@pytest.mark.parametrize("layout", ["ocdbt zarr2", "ocdbt zarr3"])
+def test_damaged_and_missing_documents(
+    saved: Saved, layout: str, file: str, content: bytes | int | None, what: str
+) -> None:
+    """Numbers say how many bytes of a file are left."""
+    path = saved(layout)
+    if content is None:
+        (path / file).unlink()
+    else:
+        (path / file).write_bytes((path / file).read_bytes()[:content] if isinstance(content, int) else content)
     with pytest.raises(hf.DamagedCheckpointError, match=what):
         hf.load(path)
     assert not hf.verify(path).ok
+    if content is None:
+        (path / "_CHECKPOINT_METADATA").unlink()
+        with pytest.raises(hf.DamagedCheckpointError, match=what):
+            hf.load(path)
 
 
-@pytest.mark.parametrize(
-    ("entries", "what"),
-    [
-        ([_entry("w"), {"again": _entry("w")["('w',)"]}], "occurs twice"),
-        ([_entry("w", "inner")], "leads through a leaf"),
-        ([_entry(*map(str, range(300)))], "nested deeper"),
-        ([_entry("..", "..", "outside")], r"\.\.\.outside"),
-        ([_entry("../outside")], "not a valid folder name"),
-        ([_entry("a//b")], "not a valid folder name"),
-        ([_entry("nul\0")], "not a valid folder name"),
-    ],
-    ids=["twice", "through a leaf", "deep", "dots", "outside", "nothing between slashes", "NUL"],
-)
-def test_hostile_trees(saved: Saved, entries: list[dict[str, Any]], what: str) -> None:
+def add(*entries: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda document: [document["tree_metadata"].update(one) for one in entries])
+
+
+def claim(**claims: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        edit(path, lambda document: document.update(claims), "w/.zarray")
+        edit(path, lambda document: document.pop("store_array_data_equal_to_fill_value"))
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "twice": (add(entry("w"), {"again": entry("w")["('w',)"]}), "occurs twice"),
+    "through a leaf": (add(entry("w", "inner")), "leads through a leaf"),
+    "deep": (add(entry(*map(str, range(300)))), "nested deeper"),
+    "dots": (add(entry("..", "..", "outside")), r"\.\.\.outside"),
+    "outside": (add(entry("../outside")), "not a valid folder name"),
+    "nothing between slashes": (add(entry("a//b")), "not a valid folder name"),
+    "NUL": (add(entry("nul\0")), "not a valid folder name"),
+    "an array too large to be true": (
+        claim(shape=[1 << 40, 8]),
+        r"its arrays claim 7036874417\d* bytes, but its files",
+    ),
+    "chunks far larger than their array": (claim(chunks=[1 << 34, 8]), r"chunks of array 'w' claim 109951162\d* bytes"),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_trees(saved: Saved, change: Callable[[Path], None], what: str) -> None:
     path = saved("directories zarr2")
-    edit(path, lambda document: [document["tree_metadata"].update(entry) for entry in entries])
-    with pytest.raises(hf.DamagedCheckpointError, match=what):
-        hf.load(path)
-
-
-@pytest.mark.parametrize(
-    ("claim", "what"),
-    [
-        ({"shape": [1 << 40, 8]}, r"its arrays claim 7036874417\d* bytes, but its files"),
-        ({"chunks": [1 << 34, 8]}, r"chunks of array 'w' claim 109951162\d* bytes"),
-    ],
-    ids=["an array", "chunks far larger than their array"],
-)
-def test_claims_that_are_too_large_to_be_true(saved: Saved, claim: dict[str, Any], what: str) -> None:
-    path = saved("directories zarr2")
-    edit(path, lambda document: document.update(claim), "w/.zarray")
-    edit(path, lambda document: document.pop("store_array_data_equal_to_fill_value"))
+    change(path)
     with pytest.raises(hf.DamagedCheckpointError, match=what):
         hf.load(path)
     assert not hf.verify(path).ok
@@ -157,7 +162,7 @@ def test_claims_that_are_too_large_to_be_true(saved: Saved, claim: dict[str, Any
 
 def test_values_of_unknown_types_are_read_if_they_are_arrays(saved: Saved) -> None:
     path = saved("ocdbt zarr3")
-    edit(path, lambda document: document["tree_metadata"].update(_entry("w", kind="another.Library")))
+    edit(path, lambda document: document["tree_metadata"].update(entry("w", kind="another.Library")))
     assert hf.load(path)["w"].shape == (64, 8)
 
 
@@ -188,50 +193,28 @@ def test_links_that_lead_in_circles(saved: Saved) -> None:
     assert hf.load(path, select="v")["v"].tolist() == list(range(300))
 
 
-@pytest.mark.parametrize("without", [[], ["_CHECKPOINT_METADATA"]], ids=["alone", "as is that of the checkpoint"])
-@pytest.mark.parametrize(
-    ("layout", "file"),
-    [
-        ("ocdbt zarr2", "_METADATA"),
-        ("ocdbt zarr3", "_METADATA"),
-        # Before, no document says that there was a database.
-        pytest.param("ocdbt zarr2", "manifest.ocdbt", marks=pytest.mark.needs("orbax-checkpoint", "0.11.32")),
-    ],
-)
-def test_files_that_nothing_works_without(saved: Saved, layout: str, file: str, without: list[str]) -> None:
-    path = saved(layout)
-    for name in (file, *without):
-        (path / name).unlink()
-    with pytest.raises(hf.DamagedCheckpointError, match=f"{file} is missing"):
-        hf.load(path)
-    assert not hf.verify(path).ok
+STATUSES: dict[str, type[Exception]] = {
+    "UNAVAILABLE: no answer": errors.StorageUnavailableError,
+    "DEADLINE_EXCEEDED: too late": errors.StorageUnavailableError,
+    "CANCELLED: given up": errors.StorageUnavailableError,
+    "PERMISSION_DENIED: no": errors.StoragePermissionError,
+    "UNAUTHENTICATED: who?": errors.StoragePermissionError,
+    "RESOURCE_EXHAUSTED: quota": errors.StorageFullError,
+    "ABORTED: changed meanwhile": errors.StorageConflictError,
+    "ABORTED: All 8 retry attempts failed: SlowDown: [http_response_code='503']": errors.StorageUnavailableError,
+    "ABORTED: All 8 retry attempts failed: RequestTimeTooSkewed": errors.StoragePermissionError,
+    "ExpiredToken: The token has expired [http_response_code='400']": errors.StoragePermissionError,
+    "INTERNAL: Failed to get credentials from provider: none": errors.StoragePermissionError,
+    "INVALID_ARGUMENT: Malformed List response": errors.StorageUnavailableError,
+}
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("UNAVAILABLE: no answer", errors.StorageUnavailableError),
-        ("DEADLINE_EXCEEDED: too late", errors.StorageUnavailableError),
-        ("CANCELLED: given up", errors.StorageUnavailableError),
-        ("PERMISSION_DENIED: no", errors.StoragePermissionError),
-        ("UNAUTHENTICATED: who?", errors.StoragePermissionError),
-        ("RESOURCE_EXHAUSTED: quota", errors.StorageFullError),
-        ("ABORTED: changed meanwhile", errors.StorageConflictError),
-        ("ABORTED: All 8 retry attempts failed: SlowDown: [http_response_code='503']", errors.StorageUnavailableError),
-        ("ABORTED: All 8 retry attempts failed: RequestTimeTooSkewed", errors.StoragePermissionError),
-        ("ExpiredToken: The token has expired [http_response_code='400']", errors.StoragePermissionError),
-        ("INTERNAL: Failed to get credentials from provider: none", errors.StoragePermissionError),
-        ("INVALID_ARGUMENT: Malformed List response", errors.StorageUnavailableError),
-    ],
-)
-def test_errors_of_the_storage_are_not_those_of_an_array(message: str, expected: type[Exception]) -> None:
-    with pytest.raises(expected, match=r"^cannot read memory://x: ") as caught:
-        reason(ValueError(f"{message} [x-amzn-requestid='1']"), as_location("memory://x"))
-    assert type(caught.value) is expected
-    assert "requestid" not in str(caught.value)
-
-
-@pytest.mark.parametrize("status", ["NOT_FOUND: ", "DATA_LOSS: ", "OUT_OF_RANGE: ", "INTERNAL: ", "BRAND_NEW: ", ""])
-def test_the_reason_why_an_array_is_not_read(status: str) -> None:
-    error = ValueError(f"{status}Invalid: key [tensorstore_spec='x']")
-    assert reason(error, as_location("memory://x")) == "Invalid: key"
+def test_errors_of_the_storage_are_not_those_of_an_array() -> None:
+    place = as_location("memory://x")
+    for message, expected in STATUSES.items():
+        with pytest.raises(expected, match=r"^cannot read memory://x: ") as caught:
+            reason(ValueError(f"{message} [x-amzn-requestid='1']"), place)
+        assert type(caught.value) is expected
+        assert "requestid" not in str(caught.value)
+    for status in ("NOT_FOUND: ", "DATA_LOSS: ", "OUT_OF_RANGE: ", "INTERNAL: ", "BRAND_NEW: ", ""):
+        assert reason(ValueError(f"{status}Invalid: key [tensorstore_spec='x']"), place) == "Invalid: key"

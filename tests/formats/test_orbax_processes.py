@@ -71,9 +71,6 @@ def test_arrays_of_two_processes(saved: Path, layout: str) -> None:
     np.testing.assert_array_equal(placed["rows"], ROWS)
     assert placed["key"] == jax.random.key(4)
     assert hf.verify(saved / layout).ok
-
-
-def test_the_run_of_two_processes(saved: Path) -> None:
     assert [one.step for one in hf.list_checkpoints(saved / "run")] == [5]
     np.testing.assert_array_equal(hf.load(saved / "run")["rows"], ROWS)
 
@@ -156,14 +153,10 @@ def check(tree: Any, step: int) -> None:
 
 
 @on_hosts
-def test_the_persistent_directory_is_a_run(hosts_saved: Path) -> None:
-    check(hf.load(hosts_saved / "emergency" / "persistent"), 2)
-
-
-@on_hosts
 @pytest.mark.parametrize(
     "hosts",
     [
+        ("emergency/persistent",),
         ("emergency/host_2", "emergency/host_3"),
         ("replicator/host_0", "replicator/host_1"),
         ("replicator/host_2", "replicator/host_1"),
@@ -173,9 +166,9 @@ def test_the_persistent_directory_is_a_run(hosts_saved: Path) -> None:
 )
 def test_hosts_that_have_everything_together(hosts_saved: Path, tmp_path: Path, hosts: tuple[str, ...]) -> None:
     path = gathered(hosts_saved, tmp_path, *hosts)
-
     check(hf.load(path), 2)
-    check(hf.load(path / "1"), 1)
+    if hosts != ("emergency/persistent",):  # where every second step is
+        check(hf.load(path / "1"), 1)
     with hf.open(path) as tree:
         assert np.array_equal(tree["columns"][3:5, 290:310], ROWS[3:5, 290:310])
     assert hf.verify(path).ok
@@ -188,12 +181,10 @@ def test_hosts_that_have_everything_together(hosts_saved: Path, tmp_path: Path, 
 @pytest.mark.parametrize("hosts", [("emergency/host_3",), ("replicator/host_0", "replicator/host_2")], ids=str)
 def test_a_part_is_refused_with_the_way_on(hosts_saved: Path, tmp_path: Path, hosts: tuple[str, ...]) -> None:
     path = gathered(hosts_saved, tmp_path, *hosts)
-
     known = rf"{path}/2/state has the parts that {len(hosts)} of 4 processes saved"
     way_on = rf"rsync -a HOST:DIRECTORY/2 {path}\).*\n  columns: .*\n  rows: "
     with pytest.raises(hf.DamagedCheckpointError, match=f"{known}.*{way_on}"):
         hf.load(path)
-
     assert np.array_equal(hf.load(path, select="everywhere")["everywhere"], ROWS)
     steps = hf.verify(path).checkpoints
     assert [{problem.leaf for problem in step.problems} for step in steps] == [{"rows", "columns"}] * 2
@@ -202,14 +193,12 @@ def test_a_part_is_refused_with_the_way_on(hosts_saved: Path, tmp_path: Path, ho
 @on_hosts
 def test_lost_files(hosts_saved: Path, tmp_path: Path) -> None:
     path = gathered(hosts_saved, tmp_path, *(f"replicator/host_{index}" for index in range(4))) / "2"
-    data = path / "state" / "ocdbt.process_1" / "d"
-    data.rename(path / "lost")
-
+    database = path / "state" / "ocdbt.process_1"
+    (database / "d").rename(path / "lost")
     with pytest.raises(hf.DamagedCheckpointError, match=r"ocdbt.process_1 is damaged: .*No such file"):
         hf.load(path)
-
-    (path / "lost").rename(data)
-    (path / "state" / "ocdbt.process_1" / "manifest.ocdbt").unlink()
+    (path / "lost").rename(database / "d")
+    (database / "manifest.ocdbt").unlink()
     with pytest.raises(hf.DamagedCheckpointError, match=r"ocdbt.process_1"):
         hf.load(path)
     (path / "process_metadata" / "global_process_metadata.json").write_text(json.dumps({}))
