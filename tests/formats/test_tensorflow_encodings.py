@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.equality import assert_same
 from tests.formats.tensorflow_writer import (
     FLOAT,
     INT32,
@@ -36,18 +38,14 @@ from holdfast.integrations.formats.tensorflow.index import (
 @pytest.mark.parametrize("per_block", [1, 7, 1000])
 @pytest.mark.parametrize("pack", [None, literal], ids=["raw", "snappy"])
 def test_blocks(tmp_path: Path, per_block: int, pack: Pack | None) -> None:
-    arrays = {f"layer/{number:04d}/w": np.full(2, number, np.float32) for number in range(100)}
+    arrays = {f"{number:04d}": np.full(2, number, np.float32) for number in range(100)}
     data = b"".join(array.tobytes() for array in arrays.values())
     pairs = [
-        (name.encode(), entry(FLOAT, [2], array.tobytes(), index * 8))
-        for index, (name, array) in enumerate(arrays.items())
+        (f"layer/{name}/w".encode(), entry(FLOAT, [2], array.tobytes(), 8 * int(name)))
+        for name, array in arrays.items()
     ]
-
     found = hf.load(write(tmp_path, pairs, data, per_block=per_block, pack=pack))
-
-    assert {f"layer/{key}/w": value["w"].tolist() for key, value in found["layer"].items()} == {
-        name: array.tolist() for name, array in arrays.items()
-    }
+    assert_same(found, {"layer": {name: {"w": array} for name, array in arrays.items()}})
 
 
 @pytest.mark.parametrize(
@@ -80,25 +78,16 @@ def test_snappy_that_is_damaged(stream: bytes) -> None:
 @given(st.binary(max_size=40))
 def test_anything_at_all(content: bytes) -> None:
     for read in (uncompress, read_table, lambda data: list(fields(data))):
-        try:
+        with contextlib.suppress(hf.DamagedCheckpointError):
             read(content)
-        except hf.DamagedCheckpointError:
-            continue
 
 
 def test_files_of_machines_that_begin_with_the_highest_byte(tmp_path: Path) -> None:
     numbers = np.array([1, -2, 300000], ">i4").tobytes()
     texts, checksum = text_bytes([b"a", b"bcd"], "big")
-    pairs = [
-        (b"n", entry(INT32, [3], numbers, len(texts))),
-        (b"t", text_entry([2], texts, checksum)),
-    ]
-
+    pairs = [(b"n", entry(INT32, [3], numbers, len(texts))), (b"t", text_entry([2], texts, checksum))]
     found = hf.load(write(tmp_path, pairs, texts + numbers, message((1, 1), (2, 1))))
-
-    assert found["n"].tolist() == [1, -2, 300000]
-    assert found["n"].dtype == np.int32
-    assert found["t"].tolist() == [b"a", b"bcd"]
+    assert_same(found, {"n": np.array([1, -2, 300000], np.int32), "t": np.array([b"a", b"bcd"])})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 from tests.format.memory import at_most
 from tests.formats.tensorflow_writer import (
     BOOL,
@@ -45,9 +46,7 @@ FIXTURES = Path(__file__).parent / "tensorflow"
 
 
 def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
-    one = np.ones(1, np.float32).tobytes()
-    path = write(tmp_path, [(b"odd", entry(99, [1], b"??", 4)), (b"w", entry(FLOAT, [1], one))], one + b"??")
-
+    path = write(tmp_path, [(b"odd", entry(99, [1], b"??", 4)), (b"w", entry(FLOAT, [1], ONE))], ONE + b"??")
     assert hf.load(path).keys() == {"w"}
     (done,) = hf.import_checkpoint(path, tmp_path / "ours")
     assert done.left_out == ("'odd' (elements of TensorFlow's type 99, which holdfast does not read)",)
@@ -61,7 +60,6 @@ def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [(1 << 57, 0), (0, 1 << 50), (0,) * 32])
 def test_huge_shapes_of_nothing(tmp_path: Path, kind: int, sizes: tuple[int, ...]) -> None:
     path = write(tmp_path, [(b"w", entry(kind, sizes, b""))])
-
     assert hf.load(path)["w"].shape == sizes
     assert graph.load_checkpoint(path).get_tensor("w").shape == sizes
 
@@ -69,11 +67,9 @@ def test_huge_shapes_of_nothing(tmp_path: Path, kind: int, sizes: tuple[int, ...
 def test_text_that_would_be_very_many_leaves_is_left_out(tmp_path: Path) -> None:
     stored, checksum = text_bytes([b"\0"] * 70_000)
     path = write(tmp_path, [(b"t", text_entry([70_000], stored, checksum)), (b"u", text_entry([0], b"", 0))], stored)
-
     assert hf.load(path).keys() == {"u"}
-    assert BundleTree.open(hf.storage.as_location(path)).left_out == (
-        "'t' (70000 pieces of text that no numpy array can hold)",
-    )
+    left_out = BundleTree.open(hf.storage.as_location(path)).left_out
+    assert left_out == ("'t' (70000 pieces of text that no numpy array can hold)",)
     assert graph.load_checkpoint(path).get_variable_to_shape_map().keys() >= {"u"}
 
 
@@ -83,35 +79,38 @@ def test_newer_versions_are_refused(tmp_path: Path, header: bytes) -> None:
         hf.load(write(tmp_path, [], header=header))
 
 
-HOSTILE: dict[str, tuple[bytes, bytes]] = {
-    "far more elements than bytes": (b"w", entry(FLOAT, [1 << 40], ONE)),
-    "a size that overflows": (b"w", entry(FLOAT, [1 << 62, 1 << 62, 4], ONE)),
-    "nothing of something huge": (b"w", entry(FLOAT, [1 << 60, 0, 1 << 60], b"")),
-    "a negative size": (b"w", entry(FLOAT, [-1], b"")),
-    "an unknown shape": (b"w", message((1, FLOAT), (2, message((3, 1))), (5, 4))),
-    "too many axes": (b"w", entry(FLOAT, [1] * 33, ONE)),
-    "another data file": (b"w", entry(FLOAT, [1], ONE, 0, (3, 1))),
-    "a negative data file": (b"w", entry(FLOAT, [1], ONE, 0, (3, -1))),
-    "a negative offset": (b"w", entry(FLOAT, [1], ONE, -4)),
-    "behind the end": (b"w", entry(FLOAT, [1], ONE, 1 << 61)),
-    "another checksum": (b"w", entry(FLOAT, [1], b"\0\0\0\0")),
-    "neither true nor false": (b"w", entry(BOOL, [4], ONE)),
-    "a name that is not text": (b"\xff\xfe", entry(FLOAT, [1], ONE)),
-    "a number for a shape": (b"w", message((1, FLOAT), (2, 7), (5, 4))),
-    "a group": (b"w", b"\x0b\x0c"),
-    "text without bytes": (b"w", message((1, STRING), (2, shape(3)))),
-    "very long text": (b"w", message((1, STRING), (2, shape(1 << 50)), (5, 4))),
-    "text in slices": (b"w", message((1, STRING), (2, shape(1)), (7, message((1, b""))))),
-    "a variant without bytes": (b"w", message((1, VARIANT), (2, shape(1 << 50)))),
+HOSTILE: dict[str, bytes] = {
+    "far more elements than bytes": entry(FLOAT, [1 << 40], ONE),
+    "a size that overflows": entry(FLOAT, [1 << 62, 1 << 62, 4], ONE),
+    "nothing of something huge": entry(FLOAT, [1 << 60, 0, 1 << 60], b""),
+    "a negative size": entry(FLOAT, [-1], b""),
+    "an unknown shape": message((1, FLOAT), (2, message((3, 1))), (5, 4)),
+    "too many axes": entry(FLOAT, [1] * 33, ONE),
+    "another data file": entry(FLOAT, [1], ONE, 0, (3, 1)),
+    "a negative data file": entry(FLOAT, [1], ONE, 0, (3, -1)),
+    "a negative offset": entry(FLOAT, [1], ONE, -4),
+    "behind the end": entry(FLOAT, [1], ONE, 1 << 61),
+    "another checksum": entry(FLOAT, [1], b"\0\0\0\0"),
+    "neither true nor false": entry(BOOL, [4], ONE),
+    "a name that is not text": entry(FLOAT, [1], ONE),
+    "a number for a shape": message((1, FLOAT), (2, 7), (5, 4)),
+    "a group": b"\x0b\x0c",
+    "text without bytes": message((1, STRING), (2, shape(3))),
+    "very long text": message((1, STRING), (2, shape(1 << 50)), (5, 4)),
+    "text in slices": message((1, STRING), (2, shape(1)), (7, message((1, b"")))),
+    "a variant without bytes": message((1, VARIANT), (2, shape(1 << 50))),
 }
 
 
-@pytest.mark.parametrize("pair", HOSTILE.values(), ids=list(HOSTILE))
-def test_entries_that_cannot_be(tmp_path: Path, pair: tuple[bytes, bytes]) -> None:
+@pytest.mark.parametrize("case", HOSTILE)
+def test_entries_that_cannot_be(tmp_path: Path, case: str) -> None:
+    name = b"\xff\xfe" if case == "a name that is not text" else b"w"
+    # The checksum of the data is another one.
+    path = write(tmp_path, [(name, HOSTILE[case])], np.full(1, 2.0, np.float32).tobytes())
     with at_most(5 << 20):
         with pytest.raises(hf.DamagedCheckpointError, match="forged"):
-            hf.load(write(tmp_path, [pair], np.full(1, 2.0, np.float32).tobytes()))
-        assert not hf.verify(tmp_path / "forged").ok
+            hf.load(path)
+        assert not hf.verify(path).ok
 
 
 def growing() -> bytes:
@@ -144,21 +143,18 @@ def test_the_same_text_over_and_over(tmp_path: Path) -> None:
     stored, checksum = text_bytes([b"x" * 100_000])
     pairs = [(b"%05d" % number, text_entry([1], stored, checksum)) for number in range(2000)]
     path = write(tmp_path, pairs, stored)
-
     with at_most(10 << 20), pytest.raises(hf.DamagedCheckpointError, match="its text claims"):
         hf.load(path)
 
 
 def test_the_same_block_over_and_over() -> None:
     content = block([(b"", HEADER)])
-    stored = content + b"\0" + struct.pack("<I", masked(crc32c(content + b"\0")))
     handle = varint(0) + varint(len(content))
     index = block([(b"%05d" % number, handle) for number in range(1000)], 1)
-    stored_index = index + b"\0" + struct.pack("<I", masked(crc32c(index + b"\0")))
-    footer = (handle + varint(len(stored)) + varint(len(index))).ljust(40, b"\0") + MAGIC
-
+    stored = [one + b"\0" + struct.pack("<I", masked(crc32c(one + b"\0"))) for one in (content, index)]
+    footer = (handle + varint(len(stored[0])) + varint(len(index))).ljust(40, b"\0") + MAGIC
     with pytest.raises(hf.DamagedCheckpointError, match="overlaps another"):
-        read_table(stored + stored_index + footer)
+        read_table(b"".join(stored) + footer)
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/etc/escaped", "a//b", "..", ".", "a/../b", "a\0b", "C:\\x", "%2F"])
@@ -167,9 +163,7 @@ def test_names_are_keys_and_never_paths(tmp_path: Path, name: str) -> None:
     folder.mkdir(parents=True)
     path = write(folder, [(name.encode(), entry(FLOAT, [1], ONE))], ONE)
     before = set(tmp_path.rglob("*"))
-
     hf.import_checkpoint(path, folder / "ours")
-
     found = hf.load(folder / "ours")
     for key in name.split("/"):
         found = found[key]
@@ -199,11 +193,14 @@ def with_graph(folder: Path, nodes: Sequence[tuple[int, bytes]], names: Sequence
     return write(folder, pairs, stored + ONE)
 
 
-def test_two_objects_of_one_value(tmp_path: Path) -> None:
-    value = attribute("w/.ATTRIBUTES/VARIABLE_VALUE")
-    path = with_graph(tmp_path, [node(child(1, "w"), child(2, "v")), node(value), node(value)])
-
-    assert graph.load_checkpoint(path).graph.same("w", "v")
+def test_two_objects_of_one_value_and_one_without(tmp_path: Path) -> None:
+    value, gone = attribute("w/.ATTRIBUTES/VARIABLE_VALUE"), attribute("gone/.ATTRIBUTES/VARIABLE_VALUE")
+    nodes = [node(child(1, "w"), child(2, "v"), child(3, "gone")), node(value), node(value), node(gone)]
+    path = with_graph(tmp_path, nodes)
+    found = graph.load_checkpoint(path).graph
+    assert found.same("w", "v")
+    assert found.children() == {"w": "w", "v": "w", "gone": "gone"}
+    assert hf.load(path)["w"].tolist() == [1]
 
 
 def test_values_of_the_root_and_of_objects_with_children(tmp_path: Path) -> None:
@@ -212,9 +209,7 @@ def test_values_of_the_root_and_of_objects_with_children(tmp_path: Path) -> None
         node(child(2, "b"), attribute("a/.ATTRIBUTES/VARIABLE_VALUE")),
         node(attribute("a/b/.ATTRIBUTES/VARIABLE_VALUE")),
     ]
-
     reader = graph.load_checkpoint(with_graph(tmp_path, nodes, ["", "a", "a/b"]))
-
     assert reader.get_tensor("a/b").tolist() == [1]
     assert reader.get_tensor("a/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [1]
     assert reader.graph.children() == {"a": "a", ".ATTRIBUTES": ".ATTRIBUTES"}
@@ -238,27 +233,16 @@ def test_graphs_that_cannot_be(tmp_path: Path, nodes: Any) -> None:
 
 def test_every_value_given_to_every_object(tmp_path: Path) -> None:
     nodes = [node(attribute("w/.ATTRIBUTES/")) for _ in range(300)]
-
     path = with_graph(tmp_path, nodes, [f"w/.ATTRIBUTES/{number}" for number in range(50)])
-
     with pytest.raises(hf.DamagedCheckpointError, match="too many objects"):
         graph.load_checkpoint(path)
-
-
-def test_objects_without_their_values(tmp_path: Path) -> None:
-    path = with_graph(tmp_path, [node(child(1, "w")), node(attribute("gone/.ATTRIBUTES/VARIABLE_VALUE"))])
-
-    assert graph.load_checkpoint(path).graph.children() == {"w": "w"}
-    assert hf.load(path)["w"].tolist() == [1]
 
 
 def test_a_very_deep_graph(tmp_path: Path) -> None:
     depth = 5000
     nodes = [node(child(number + 1, "x")) for number in range(depth)]
     nodes.append(node(attribute("w/.ATTRIBUTES/VARIABLE_VALUE")))
-
     path = with_graph(tmp_path, nodes, ["w", "/".join("x" * 1000)])
-
     assert len(hf.load(path)) == 2
     assert hf.verify(path).ok
     assert graph.load_checkpoint(path).has_tensor("/".join("x" * depth))
@@ -275,37 +259,28 @@ def damaged(content: bytes) -> Iterator[bytes]:
         yield content[:length]
 
 
-def flat(tree: Any) -> list[Any]:
-    if isinstance(tree, dict | list):
-        return [leaf for child in (tree.values() if isinstance(tree, dict) else tree) for leaf in flat(child)]
-    return [tree.tobytes() if isinstance(tree, np.ndarray) else tree]
-
-
 def test_every_byte_of_a_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "saved_model" / "variables", tmp_path, dirs_exist_ok=True)
-    expected = flat(hf.load(tmp_path / "variables"))
-    found_out, right = 0, 0
+    expected = hf.load(tmp_path / "variables")
+    refused = 0
     for file in sorted(tmp_path.iterdir()):
         content = file.read_bytes()
         for wrong in damaged(content):
             file.write_bytes(wrong)
-            try:
-                assert flat(hf.load(tmp_path / "variables")) == expected
-                right += 1
-            except hf.DamagedCheckpointError:
-                found_out += 1
+            with pytest.raises(hf.DamagedCheckpointError):
+                hf.load(tmp_path / "variables")
+            refused += 1
         file.write_bytes(content)
-    assert flat(hf.load(tmp_path / "variables")) == expected
-    assert (found_out, right) == (2 * (196 + 122), 0)
+    assert_same(hf.load(tmp_path / "variables"), expected)
+    assert refused == 2 * (196 + 122)
 
 
 def test_every_byte_of_a_graph_of_objects(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "objects", tmp_path, dirs_exist_ok=True)
-    place = hf.storage.as_location(tmp_path / "objects-1")
 
     def read() -> Any:
-        tree = BundleTree.open(place)
-        return tree.graph_document(), [array.tobytes() for array in tree.read_leaves(tree.leaves) if array is not None]
+        tree = BundleTree.open(hf.storage.as_location(tmp_path / "objects-1"))
+        return tree.graph_document(), tree.read_leaves(tree.leaves)
 
     expected = read()
     for file in sorted(tmp_path.glob("objects-1.*")):
@@ -315,7 +290,7 @@ def test_every_byte_of_a_graph_of_objects(tmp_path: Path) -> None:
             with pytest.raises(hf.DamagedCheckpointError):
                 read()
         file.write_bytes(content)
-    assert expected == read()
+    assert_same(read(), expected)
 
 
 @pytest.mark.parametrize("prefix", ["objects/objects-1", "shards/sharded-1", "names/model.ckpt-2"])
@@ -323,17 +298,14 @@ def test_some_bytes_of_others(prefix: str, tmp_path: Path) -> None:
     shutil.copytree((FIXTURES / prefix).parent, tmp_path, dirs_exist_ok=True)
     place = tmp_path / Path(prefix).name
     random = np.random.default_rng(0)
-    expected = flat(hf.load(place))
     assert hf.verify(place).ok
     for file in sorted(tmp_path.glob(f"{place.name}.*")):
         content = file.read_bytes()
         for offset in random.integers(len(content), size=10).tolist():
-            wrong = bytearray(content)
-            wrong[offset] ^= 1 << int(random.integers(8))
-            file.write_bytes(wrong)
+            file.write_bytes(content[:offset] + bytes([content[offset] ^ 1 << offset % 8]) + content[offset + 1 :])
             assert not hf.verify(place).ok
             with pytest.raises(hf.DamagedCheckpointError):
-                assert flat(hf.load(place)) != expected
+                hf.load(place)
         file.write_bytes(content)
 
 
@@ -344,10 +316,8 @@ def test_a_restore_from_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> 
     content = file.read_bytes()
     file.write_bytes(content.replace(bias.tobytes(), bias[::-1].tobytes()))
     live, kernel = np.zeros(5, np.float32), np.zeros((1, 5), np.float32)
-
     with pytest.raises(hf.DamagedCheckpointError, match=r"ckpt-5\.data-00000-of-00001"):
         graph.Checkpoint(net=graph.Node(l1=graph.Node(_kernel=kernel, bias=live))).restore(tmp_path, partial=True)
-
     assert not live.any()
     assert not kernel.any()
     assert open_graph(hf.storage.as_location(tmp_path)).load(["step"]) == [51]  # what is whole can be read
@@ -386,10 +356,8 @@ def test_it_is_refused_by_name(
     for name in files:
         v1(tmp_path / name)
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/old/model.ckpt-100"\n')
-
     with pytest.raises(hf.errors.FormatVersionError, match=rf"{files[0]} is a TensorFlow checkpoint .*V1.*Saver"):
         hf.load(tmp_path / asked)
-
     assert main(["ls", str(tmp_path / asked)]) == 1
     assert "before TensorFlow 0.12" in capsys.readouterr().err
 
@@ -401,7 +369,6 @@ def test_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "checkpoint").write_text('model_checkpoint_path: "../v1"\n')
-
     for name in ("renamed", "ended", "empty", "notes", "v2"):
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.load(tmp_path / name)
