@@ -52,28 +52,21 @@ def test_the_names_of_the_page_are_there() -> None:
 # ---- both run, and keep the same steps
 
 
-def counterpart(orbax: str) -> str:
-    """Returns the options of holdfast that the page says for those of Orbax."""
-    (cell,) = re.findall(rf"^\| `{re.escape(orbax)}` \| `([^`]*)` \|$", PAGE, re.MULTILINE)
-    return str(cell)
-
-
-def metrics(step: int) -> dict[str, float]:
-    return {"loss": float(step * 3 % 7)}
+METRICS = {step: {"loss": float(step * 3 % 7)} for step in range(1, 8)}
 
 
 def kept_by_orbax(path: Path, **options: Any) -> list[int]:
     options = {"enable_async_checkpointing": False, **options}
     with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options)) as manager:
-        for step in range(1, 8):
-            manager.save(step, args=ocp.args.StandardSave(TREE), metrics=metrics(step))
+        for step, metrics in METRICS.items():
+            manager.save(step, args=ocp.args.StandardSave(TREE), metrics=metrics)
         return list(manager.all_steps())
 
 
 def kept(path: Path, **options: Any) -> list[int]:
     with hf.CheckpointManager(path, options=hf.CheckpointManagerOptions(**options)) as manager:
-        for step in range(1, 8):
-            manager.save(step, TREE, metrics=metrics(step))
+        for step, metrics in METRICS.items():
+            manager.save(step, TREE, metrics=metrics)
         manager.wait_until_finished()
         return manager.all_steps()
 
@@ -102,7 +95,6 @@ POLICIES: dict[str, tuple[list[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(("policies", "options"), POLICIES.values(), ids=POLICIES)
 def test_what_is_kept(tmp_path: Path, policies: list[Any], options: dict[str, Any]) -> None:
     policy = preservation.AnyPreservationPolicy(policies)
-
     assert kept(tmp_path / "ours", **options) == kept_by_orbax(tmp_path / "orbax", preservation_policy=policy)
 
 
@@ -112,9 +104,9 @@ def test_without_a_number_everything_is_kept(tmp_path: Path) -> None:
 
 
 def test_saving_by_time(tmp_path: Path) -> None:
-    written = counterpart("save_decision_policy=ContinuousCheckpointingPolicy(minimum_interval_secs=900)")
+    said = "`save_decision_policy=ContinuousCheckpointingPolicy(minimum_interval_secs=900)`"
+    (written,) = re.findall(rf"^\| {re.escape(said)} \| `([^`]*)` \|$", PAGE, re.MULTILINE)
     policy = decisions.ContinuousCheckpointingPolicy(minimum_interval_secs=900)
-
     assert kept_by_orbax(tmp_path / "orbax", save_decision_policy=policy) == [1]  # it always saves first
     options: dict[str, Any] = eval(f"dict({written})")  # what a program would say
     assert kept(tmp_path / "ours", **options) == []
@@ -125,7 +117,6 @@ def test_readers(tmp_path: Path) -> None:
     hf.CheckpointManager(tmp_path).close()
     (written,) = re.findall(r"`options=(hf\.CheckpointManagerOptions\(.*\))`", PAGE)
     options = eval(written, {"hf": hf})
-
     with (
         hf.CheckpointManager(tmp_path),
         hf.CheckpointManager(tmp_path, options=options) as reader,

@@ -12,6 +12,8 @@ from tests.documents.examples import Examples
 
 from holdfast.integrations.lightning import CheckpointCallback
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
 
 class Model(lightning.LightningModule):
     """A line, whose width is a hyper-parameter."""
@@ -22,17 +24,13 @@ class Model(lightning.LightningModule):
         self.layer = torch.nn.Linear(1, width)
         self.tested = 0
 
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.layer(batch), 3 * batch)
-
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = self.loss(batch)
+        loss = torch.nn.functional.mse_loss(self.layer(batch), 3 * batch)
         self.log("loss", loss)
         return loss
 
     def test_step(self, batch: torch.Tensor, index: int) -> None:
         self.tested += 1
-        self.log("test_loss", self.loss(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -43,7 +41,6 @@ class Model(lightning.LightningModule):
     test_dataloader = train_dataloader
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.examples("docs/lightning.md", "python 4")
 def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,7 +56,6 @@ def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch
     assert torch.equal(torch.as_tensor(names["weights"]["layer.weight"]), trained.layer.weight)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.examples("docs/lightning.md", "python 1")
 def test_a_listener_names_checkpoints_by_their_metric(
     examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import threading
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tests.documents.examples import Examples
@@ -135,23 +136,17 @@ def test_tensorboard(examples: Examples, names: dict[str, Any]) -> None:
 def test_tensorboard_with_a_stand_in(
     examples: Examples, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
+    made: list[tuple[int, mock.Mock]] = []
 
-    class SummaryWriter:
-        def __init__(self, log_dir: str, *, purge_step: int) -> None:
-            self.purge_step = purge_step
-            self.points: list[tuple[str, int]] = []
-            made.append(self)
+    def writer(log_dir: str, *, purge_step: int) -> mock.Mock:
+        made.append((purge_step, mock.Mock()))
+        return made[-1][1]
 
-        def add_scalar(self, tag: str, value: float, global_step: int) -> None:
-            self.points.append((tag, global_step))
-
-        def close(self) -> None: ...
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    examples.run(names)
-    shutil.rmtree("runs/tensorboard/4")
-    examples.run(names)
-    assert [writer.purge_step for writer in made] == [1, 3]
-    assert [step for tag, step in made[0].points if tag == "checkpoint/bytes"] == [2, 4]
-    assert [step for tag, step in made[1].points if tag == "loss"] == [3, 4]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
+    for _ in range(2):
+        examples.run(names)
+        shutil.rmtree("runs/tensorboard/4")
+    points = [[call.args for call in one.add_scalar.call_args_list] for _, one in made]
+    assert [purge_step for purge_step, _ in made] == [1, 3]
+    assert [step for tag, _, step in points[0] if tag == "checkpoint/bytes"] == [2, 4]
+    assert [step for tag, _, step in points[1] if tag == "loss"] == [3, 4]

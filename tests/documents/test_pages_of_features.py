@@ -24,12 +24,6 @@ def text_of(page: str) -> str:
     return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
-def options_of(yaml: str) -> Any:
-    """The options of a recipe with the section ``checkpoint`` of a page."""
-    Path("recipe.yaml").write_text(f"recipe: flax_digits\n{yaml}", encoding="utf-8")
-    return load_configuration("recipe.yaml").config.checkpoint.options()
-
-
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,13 +47,6 @@ def test_the_command_that_copies_a_run(examples: Examples, place: str) -> None:
     as_location(f"{place}/digits").remove_tree()
 
 
-@pytest.mark.examples("docs/mirrors.md", "yaml 1")
-def test_the_yaml_of_a_mirror(examples: Examples) -> None:
-    assert options_of(examples["yaml 1"]).mirror == hf.Mirror(
-        "s3://bucket/digits", save_interval_steps=1000, max_to_keep=3, max_bandwidth="50 MB/s"
-    )
-
-
 @pytest.mark.examples("docs/local_tier.md", "python 1")
 def test_the_program_with_local_steps(examples: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = examples["python 1"].replace("/dev/shm/holdfast", str(tmp_path / "memory"))
@@ -69,11 +56,20 @@ def test_the_program_with_local_steps(examples: Examples, tmp_path: Path, capsys
     assert list((tmp_path / "memory").iterdir()) == [], "the run has ended, and its last step is in the directory"
 
 
+@pytest.mark.examples("docs/mirrors.md", "yaml 1")
 @pytest.mark.examples("docs/local_tier.md", "yaml 1")
-def test_the_yaml_of_local_steps(examples: Examples) -> None:
-    options = options_of(examples["yaml 1"])
-    assert options.local == hf.Local("/dev/shm/holdfast", every=10)
-    assert options.mirror == hf.Mirror("s3://bucket/digits")
+def test_the_yaml_of_a_mirror_and_of_local_steps(request: pytest.FixtureRequest) -> None:
+    found = {}
+    for mark in request.node.iter_markers("examples"):
+        page, name = mark.args
+        Path("recipe.yaml").write_text(f"recipe: flax_digits\n{Examples(page, name)[name]}", encoding="utf-8")
+        options = load_configuration("recipe.yaml").config.checkpoint.options()
+        found[page] = (options.local, options.mirror)
+    more: dict[str, Any] = {"save_interval_steps": 1000, "max_to_keep": 3, "max_bandwidth": "50 MB/s"}
+    assert found == {
+        "docs/mirrors.md": (None, hf.Mirror("s3://bucket/digits", **more)),
+        "docs/local_tier.md": (hf.Local("/dev/shm/holdfast", every=10), hf.Mirror("s3://bucket/digits")),
+    }
 
 
 @pytest.mark.parametrize(
