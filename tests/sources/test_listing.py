@@ -17,38 +17,36 @@ from holdfast import graph
 from holdfast.cli.main import main
 from holdfast.engine.sources import find_checkpoint
 
+Fill = Callable[[Path], None]  # adds something to a directory
 
-def run(place: Path, prefix: str | None, *steps: int, time: float = 1000.0) -> None:
+
+def steps(prefix: str | None, *numbers: int, time: float = 1000.0) -> Fill:
     """Saves steps, in a directory of their own first: a manager does not begin beside the steps of another prefix."""
-    options = hf.CheckpointManagerOptions(step_prefix=prefix)
-    beside = place / "beside"
-    with hf.CheckpointManager(beside, hf.PyTreeCheckpointer(), options, clock=TickingClock(time)) as manager:
-        for step in steps:
-            name = f"{step}" if prefix is None else f"{prefix}{step}" if prefix.endswith("-") else f"{prefix}_{step}"
-            manager.save(step, {"name": name}, force=True)
-    for one in beside.iterdir():
-        one.replace(place / one.name)
-    beside.rmdir()
+
+    def fill(place: Path) -> None:
+        options = hf.CheckpointManagerOptions(step_prefix=prefix)
+        beside = place / "beside"
+        with hf.CheckpointManager(beside, hf.PyTreeCheckpointer(), options, clock=TickingClock(time)) as manager:
+            for step in numbers:
+                start = "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
+                manager.save(step, {"name": f"{start}{step}"}, force=True)
+        for one in beside.iterdir():
+            one.replace(place / one.name)
+        beside.rmdir()
+
+    return fill
 
 
-def own(place: Path) -> None:
-    run(place, None, 2, 10, 9)
-    (place / "11").mkdir()
-    (place / "notes").mkdir()
+def spoiled(name: str) -> Fill:
+    def fill(place: Path) -> None:
+        record = place / name / "checkpoint.json"
+        record.write_bytes(record.read_bytes()[:-20])
+
+    return fill
 
 
-def prefixed(place: Path) -> None:
-    run(place, "my_run", 3, 20)
-
-
-def two_prefixes(place: Path) -> None:
-    run(place, "a-", 1, 7)
-    run(place, "b-", 1, 2, time=2000)
-
-
-def two_prefixes_and_none(place: Path) -> None:
-    run(place, None, 4, time=3000)
-    run(place, "x", 100, time=2000)
+def folder(name: str) -> Fill:
+    return lambda place: (place / name).mkdir()
 
 
 def saved_by_name(place: Path) -> None:
@@ -63,53 +61,17 @@ def numbered_by_a_graph(place: Path) -> None:
         checkpoint.save(place / "run")
 
 
-def spoil(place: Path, name: str) -> None:
-    record = place / name / "checkpoint.json"
-    record.write_bytes(record.read_bytes()[:-20])
-
-
-def damaged(place: Path) -> None:
-    run(place, None, 1, 2, 3)
-    spoil(place, "3")
-
-
-def damaged_within(place: Path) -> None:
-    run(place, None, 1, 2, 3)
-    spoil(place, "2")
-
-
-def damaged_head_of_one(place: Path) -> None:
-    two_prefixes(place)
-    spoil(place, "b-2")
-
-
-def all_damaged(place: Path) -> None:
-    run(place, None, 1)
-    spoil(place, "1")
-
-
 def foreign(place: Path) -> None:
     serialization: Any = pytest.importorskip("flax.serialization")
-    for step in (5, 30):
-        place.mkdir(exist_ok=True)
-        name = f"checkpoint_{step}"
+    for name in ("checkpoint_5", "checkpoint_30"):
         (place / name).write_bytes(serialization.msgpack_serialize({"name": name}))
-
-
-def foreign_beside_own(place: Path) -> None:
-    foreign(place)
-    run(place, None, 1)
-
-
-def empty(place: Path) -> None:
-    place.mkdir()
 
 
 @dataclass(frozen=True)
 class Case:
     """A directory, and what is in it."""
 
-    make: Callable[[Path], None]  # fills the directory
+    fill: list[Fill]
     names: str  # all checkpoints in it; those that are damaged end in ``!``
     newest: str | None  # the newest whole one
     refused: str | None = None  # the damaged one that is refused by what does not go back to an older one
@@ -121,32 +83,34 @@ class Case:
         return [name.removesuffix("!") for name in self.names.split() if name.endswith("!")]
 
 
-CASES = [
-    Case(own, "2 9 10", "10"),
-    Case(prefixed, "my_run_3 my_run_20", "my_run_20"),
-    Case(two_prefixes, "a-1 a-7 b-1 b-2", "b-2"),
-    Case(two_prefixes_and_none, "4 x_100", "4"),
-    Case(saved_by_name, "1 2 12", "12"),
-    Case(numbered_by_a_graph, "run-1 run-2", "run-2"),
-    Case(damaged, "1 2 3!", "2", refused="3"),
-    Case(damaged_within, "1 2! 3", "3"),
-    Case(damaged_head_of_one, "a-1 a-7 b-1 b-2!", "b-1", refused="b-2"),
-    Case(all_damaged, "1!", None, refused="1"),
-    Case(foreign, "checkpoint_5 checkpoint_30", "checkpoint_30"),
-    Case(foreign_beside_own, "1", "1"),
-    Case(empty, "", None),
-]
+TWO_PREFIXES = [steps("a-", 1, 7), steps("b-", 1, 2, time=2000)]
+CASES = {
+    "own": Case([steps(None, 2, 10, 9), folder("11"), folder("notes")], "2 9 10", "10"),
+    "prefixed": Case([steps("my_run", 3, 20)], "my_run_3 my_run_20", "my_run_20"),
+    "two prefixes": Case(TWO_PREFIXES, "a-1 a-7 b-1 b-2", "b-2"),
+    "two prefixes and none": Case([steps(None, 4, time=3000), steps("x", 100, time=2000)], "4 x_100", "4"),
+    "saved by name": Case([saved_by_name], "1 2 12", "12"),
+    "numbered by a graph": Case([numbered_by_a_graph], "run-1 run-2", "run-2"),
+    "damaged": Case([steps(None, 1, 2, 3), spoiled("3")], "1 2 3!", "2", refused="3"),
+    "damaged within": Case([steps(None, 1, 2, 3), spoiled("2")], "1 2! 3", "3"),
+    "damaged head of one": Case([*TWO_PREFIXES, spoiled("b-2")], "a-1 a-7 b-1 b-2!", "b-1", refused="b-2"),
+    "all damaged": Case([steps(None, 1), spoiled("1")], "1!", None, refused="1"),
+    "foreign": Case([foreign], "checkpoint_5 checkpoint_30", "checkpoint_30"),
+    "foreign beside own": Case([foreign, steps(None, 1)], "1", "1"),
+    "empty": Case([], "", None),
+}
 
 
-@pytest.fixture(params=CASES, ids=[case.make.__name__ for case in CASES])
+@pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
-    return found
+    return CASES[request.param]
 
 
 @pytest.fixture
 def directory(case: Case, tmp_path: Path) -> Path:
-    case.make(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    for fill in case.fill:
+        fill(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -161,15 +125,12 @@ def in_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Mapping[s
     return found
 
 
-def test_listing(case: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_and_verifying(case: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = hf.list_checkpoints(directory)
     assert [named(one.path) for one in listed] == case.all()
     assert [named(one.path) for one in listed if one.damage] == case.damage()
     shown = in_json(capsys, "ls", directory)["checkpoints"]
     assert [named(one["path"]) for one in shown] == case.all()
-
-
-def test_verifying(case: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not case.names:
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.verify(directory)
@@ -211,7 +172,7 @@ def test_the_newest(
     elif case.newest is None:
         with pytest.raises((hf.CheckpointNotFoundError, SystemExit, json.JSONDecodeError)):
             newest_of(front, directory, capsys, tmp_path / "out.safetensors")
-    elif case.make is numbered_by_a_graph and front in ("hf.load", "export"):
+    elif case.fill == [numbered_by_a_graph] and front in ("hf.load", "export"):
         assert named(find_checkpoint(hf.storage.as_location(directory))) == case.newest
     else:
         assert newest_of(front, directory, capsys, tmp_path / "out.safetensors") == case.newest
@@ -237,8 +198,9 @@ def test_managers_see_the_steps_of_their_prefix(case: Case, directory: Path, ser
     assert manager.latest_step() == max(steps, default=None)
 
 
-def test_a_number_that_two_names_have_is_refused(tmp_path: Path) -> None:
-    two_prefixes(tmp_path)
+def test_a_number_that_two_names_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for fill in TWO_PREFIXES:
+        fill(tmp_path)
     assert named(find_checkpoint(hf.storage.as_location(tmp_path), 7)) == "a-7"
     for ask in (hf.describe, hf.verify):
         with pytest.raises(hf.errors.OptionError, match=r"step 1 exists more than once \(a-1, b-1\); give the path"):
@@ -246,10 +208,6 @@ def test_a_number_that_two_names_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(hf.errors.OptionError, match=r"step 1 exists more than once"):
         hf.export_checkpoint(tmp_path, tmp_path.parent / "orbax", "orbax")
     assert hf.load(tmp_path / "a-1") == {"name": "a-1"}
-
-
-def test_the_command_names_steps_of_several_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two_prefixes(tmp_path)
     main(["ls", str(tmp_path)])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["STEP", "a-1", "a-7", "b-1", "b-2"]
     main(["verify", str(tmp_path)])
