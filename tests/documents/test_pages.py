@@ -74,7 +74,6 @@ def test_the_arguments_in_the_table_are_there() -> None:
     text = (DOCS / "migrate" / "model_checkpoint.md").read_text(encoding="utf-8")
     rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
     named = set(re.findall(r"`(\w+)=", "".join(rows)))
-
     assert named >= {"best_fn", "save_on_best"}
     assert named <= set(inspect.signature(CheckpointCallback).parameters)
 
@@ -83,9 +82,7 @@ def test_a_renamed_step_is_reported(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(300, {"x": 1})
     (tmp_path / "300").rename(tmp_path / "400")
-
     (found,) = hf.list_checkpoints(tmp_path)
-
     assert "written for step 300" in (found.damage or "")
     with pytest.raises(hf.DamagedCheckpointError, match=r"for step 300, .* step 400; give the step its name back"):
         hf.load(tmp_path)

@@ -47,42 +47,6 @@ def tree(make: Callable[[NDArray[Any]], Any] = np.array) -> dict[str, Any]:
     return {"net": {"w": make(ARRAYS["net.w"]), "b": make(ARRAYS["net.b"])}, **nested}
 
 
-def write_native(folder: Path) -> Path:
-    hf.save(folder / "native", tree())
-    return folder / "native"
-
-
-def write_graph(folder: Path) -> Path:
-    checkpoint = graph.Checkpoint(**{**tree(), "net": graph.Node(w=ARRAYS["net.w"], b=ARRAYS["net.b"])})
-    return Path(checkpoint.write(folder / "graph"))
-
-
-def write_orbax(folder: Path) -> Path:
-    write_native(folder)
-    hf.export_checkpoint(folder / "native", folder / "orbax", "orbax")
-    return folder / "orbax"
-
-
-def write_torch(folder: Path) -> Path:
-    torch.save(tree(torch.from_numpy), folder / "model.pt")
-    return folder / "model.pt"
-
-
-def write_dcp(folder: Path) -> Path:
-    cast("Any", dcp).save(tree(torch.from_numpy), checkpoint_id=folder / "dcp")
-    return folder / "dcp"
-
-
-def write_safetensors(folder: Path) -> Path:
-    safetensors.numpy.save_file(ARRAYS, folder / "model.safetensors")
-    return folder / "model.safetensors"
-
-
-def write_flax(folder: Path) -> Path:
-    (folder / "state.msgpack").write_bytes(flax.serialization.to_bytes(tree()))
-    return folder / "state.msgpack"
-
-
 def write_bundle(folder: Path) -> Path:
     kinds = {"float32": FLOAT, "int32": INT32, "bool": BOOL}
     pairs, data = [], b""
@@ -94,30 +58,59 @@ def write_bundle(folder: Path) -> Path:
     return write_tensorflow(folder / "tf", pairs, data)
 
 
-class Case(NamedTuple):
-    """A format: how to write it, and the checks that its files allow."""
+def write(kind: str, folder: Path) -> Path:
+    """Writes the arrays in a format; what is to be opened."""
+    match kind:
+        case "native":
+            hf.save(folder / "native", tree())
+        case "graph":
+            checkpoint = graph.Checkpoint(**{**tree(), "net": graph.Node(w=ARRAYS["net.w"], b=ARRAYS["net.b"])})
+            return Path(checkpoint.write(folder / "graph"))
+        case "Orbax":
+            hf.export_checkpoint(write("native", folder), folder / "Orbax", "orbax")
+        case "torch":
+            torch.save(tree(torch.from_numpy), folder / "torch")
+        case "DCP":
+            cast("Any", dcp).save(tree(torch.from_numpy), checkpoint_id=folder / "DCP")
+        case "safetensors":
+            safetensors.numpy.save_file(ARRAYS, folder / "model.safetensors")
+            return folder / "model.safetensors"
+        case "Flax":
+            (folder / "state.msgpack").write_bytes(flax.serialization.to_bytes(tree()))
+            return folder / "state.msgpack"
+        case "TensorFlow":
+            return write_bundle(folder)
+    return folder / kind
 
+
+class Case(NamedTuple):
+    """A format, and the checks that its files allow."""
+
+    kind: str
     format: str
-    write: Callable[[Path], Path]
     has_checksums: bool = True
     reads_leaves: bool = True  # rather than the whole file when it is opened
 
-
-CASES = {
-    "native": Case("holdfast", write_native),
-    "graph": Case("holdfast", write_graph),
-    "Orbax": Case("Orbax", write_orbax),  # our exports have checksums, Orbax's own files have not
-    "torch": Case("torch", write_torch),
-    "DCP": Case("torch.distributed.checkpoint", write_dcp, has_checksums=False),
-    "safetensors": Case("safetensors", write_safetensors, has_checksums=False),
-    "Flax": Case("Flax", write_flax, has_checksums=False, reads_leaves=False),
-    "TensorFlow": Case("TensorFlow", write_bundle),
-}
+    def write(self, folder: Path) -> Path:
+        return write(self.kind, folder)
 
 
-@pytest.fixture(params=CASES, scope="module")
+CASES = [
+    Case("native", "holdfast"),
+    Case("graph", "holdfast"),
+    Case("Orbax", "Orbax"),  # our exports have checksums, Orbax's own files have not
+    Case("torch", "torch"),
+    Case("DCP", "torch.distributed.checkpoint", has_checksums=False),
+    Case("safetensors", "safetensors", has_checksums=False),
+    Case("Flax", "Flax", has_checksums=False, reads_leaves=False),
+    Case("TensorFlow", "TensorFlow"),
+]
+
+
+@pytest.fixture(params=CASES, ids=[case.kind for case in CASES], scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+    found: Case = request.param
+    return found
 
 
 @pytest.fixture(scope="module")

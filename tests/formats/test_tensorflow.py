@@ -263,23 +263,6 @@ def test_objects_by_names_of_tensorflow_1() -> None:
     assert np.array_equal(dense.weight.detach().numpy().T, reader.get_tensor("dense/kernel"))
 
 
-def test_fake_parents_and_what_is_attached_later() -> None:
-    bias, kernel = np.zeros(5, np.float32), np.zeros((1, 5), np.float32)
-    layer = graph.Node(bias=bias)
-    status = graph.Checkpoint(net=graph.Node(l1=layer)).read(FIXTURES / "guide").expect_partial()
-    assert bias.all()
-    status.assert_existing_objects_matched()
-    layer._kernel = kernel
-    assert kernel.all()
-
-
-def test_another_shape_changes_nothing() -> None:
-    bias, step = np.zeros(4, np.float32), np.zeros((), np.int32)
-    with pytest.raises(hf.TreeMismatchError, match=r"net/l1/bias: expected float32\[4\]"):
-        graph.Checkpoint(net=graph.Node(l1=graph.Node(bias=bias)), step=step).read(FIXTURES / "guide", partial=True)
-    assert not step.any()
-
-
 def test_a_cycle() -> None:
     first = graph.Node(v=np.zeros((), np.float32))
     second = graph.Node(v=np.zeros((), np.float32), other=first)

@@ -163,6 +163,11 @@ def test_lightning_checkpoints_lose_what_is_no_data_outside_the_weights(
     assert caplog.text == ""
     assert hf.load(path)["hyper_parameters"] == {"lr": 0.1}
     assert "left out because they are not data: hyper_parameters/loss (an object of " in caplog.text
+    for to in ("safetensors", "torch", "dcp", "orbax"):
+        caplog.clear()
+        (done,) = hf.export_checkpoint(path, tmp_path / to, to)
+        assert (done.leaves, done.left_out) == (4, left_out)
+        assert "left out: hyper_parameters/loss (an object of " in caplog.text
     saved(tmp_path, {**checkpoint, "state_dict": {"w": Custom()}})
     with pytest.raises(hf.errors.UnsupportedLeafError, match=r"state_dict/w: an object of .*Custom"):
         hf.load(path)

@@ -112,15 +112,3 @@ def test_the_other_leaves_load_and_are_imported(tmp_path: Path, write: Any, capl
         assert not (tmp_path / to).exists()
         (done,) = hf.export_checkpoint(place, tmp_path / to, to, select=rest)
         assert done.leaves == 4
-
-
-@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "orbax"])
-def test_an_export_names_what_a_file_of_lightning_holds_beside_data(
-    tmp_path: Path, to: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    theirs = {"state_dict": {"w": torch.ones(3)}, "hyper_parameters": {"activation": print, "lr": 0.1}}
-    torch.save({"pytorch-lightning_version": "2.5", **theirs}, tmp_path / "theirs.ckpt")
-    (done,) = hf.export_checkpoint(tmp_path / "theirs.ckpt", tmp_path / "ours", to)
-    assert [line.partition(" ")[0] for line in done.left_out] == ["hyper_parameters/activation"]
-    assert "left out: hyper_parameters/activation (the class or function builtins.print)" in caplog.text
-    assert done.leaves == 3
