@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax  # type: ignore[import-untyped]  # it comes without type information
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
@@ -20,12 +21,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from flax.training.train_state import TrainState
 from tests.equality import assert_same
+from tests.formats.torch_values import DTYPES
 
 import holdfast as hf
 from holdfast.engine.sources import open_checkpoint
 from holdfast.engine.storage import as_location
 from holdfast.integrations.formats import convert
 from holdfast.integrations.formats.convert import export_checkpoint, import_checkpoint
+
+ORBAX = ["orbax", "in place"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -167,15 +171,6 @@ def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path, kind: Any
         export_checkpoint(tmp_path / "ckpt", "/proc/x", kind)
 
 
-def test_export_for_torch_names_what_does_not_fit(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ckpt", {"a": np.array(["x"]), "b": jnp.ones(2, jnp.int4), "c": np.ones(1)})
-    with pytest.raises(
-        hf.errors.UnsupportedLeafError, match=r"a: torch cannot store elements of type str\d+\n  b: .* int4$"
-    ):
-        export_checkpoint(tmp_path / "ckpt", tmp_path / "x.pt", "torch")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
-
-
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
 def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
     checkpointers = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in ("a", "b")}
@@ -216,6 +211,45 @@ def test_exports_that_are_refused(tmp_path: Path, to: Any, name: str, options: A
         export_checkpoint(tmp_path, tmp_path / name, to, **options)
 
 
+SAME_NAME = {"a.b": np.ones(1), "a": {"b": np.ones(2)}, "c": np.ones(3, np.complex128)}
+TEXT = np.array(["x"])
+# The tree, what cannot hold it, and why.
+MISFITS: dict[str, tuple[Any, list[str], str]] = {
+    "one name": (SAME_NAME, ["safetensors"], r"a/b: .* the same name as a\.b, 'a\.b'\n.*c: .*complex128"),
+    "no tensors": ({"a": TEXT, "b": jnp.ones(2, jnp.int4)}, ["torch"], r"a: torch .* of type str\d+\n  b: .* int4$"),
+    "a list": ([np.ones(2)], ["dcp"], "dictionaries only"),
+    "a text array": ({"fine": np.ones(2), "a": TEXT}, ["dcp"], "a: torch cannot store elements"),
+    "a text array for Orbax": ({"a": TEXT, "b": np.ones(2)}, ORBAX, "a: .*elements of type <U1"),
+    "dates": ({"a": np.zeros(2, "datetime64[s]")}, ORBAX, r"a: .*elements of type datetime64\[s\]"),
+    "uint4": ({"a": np.zeros(2, ml_dtypes.uint4)}, ORBAX, "a: .*elements of type uint4"),
+    "bytes": ({"a": b"bytes", "b": np.ones(2)}, ORBAX, "a: .*cannot store leaves of kind bytes"),
+    "a set": ({"a": {1, 2}}, ORBAX, "a: .*cannot store leaves of kind set"),
+    "a long integer": ({"a": 1 << 80}, ORBAX, "a: .*does not fit 64 bits"),
+    "nothing": ({}, ["orbax"], "without leaves"),
+    "one name for Orbax": (SAME_NAME, ORBAX, r"Orbax would name it 'a\.b'"),
+    "a name with a dot": ({"a.b": np.ones(1)}, ["in place"], r"stored as 'a%2Eb', but Orbax would look for 'a\.b'"),
+    "an array in another's folder": (
+        {"a": np.ones(1), "a/b": np.zeros(1)},
+        ["orbax"],
+        "a/b: it would lie in the folder",
+    ),
+    "text in a text": ({"a.b": "text", "a": {"b/c": "text"}}, ["orbax"], "would store it inside another text"),
+    "odd name of a text": ({"a~": "text"}, ["orbax"], "cannot store a text under the name 'a~'"),
+    "lone surrogates": ({"a": "\ud800"}, ["orbax"], "has lone surrogates, which JSON files cannot hold"),
+}
+
+
+@pytest.mark.parametrize(("tree", "formats", "message"), MISFITS.values(), ids=MISFITS)
+def test_what_a_format_cannot_hold_is_named(tmp_path: Path, tree: Any, formats: list[Any], message: str) -> None:
+    hf.save(tmp_path / "ours", tree)
+    for to in formats:
+        export = functools.partial(export_checkpoint, destination=tmp_path / "theirs", to=to)
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=message):
+            (hf.add_orbax_metadata if to == "in place" else export)(tmp_path / "ours")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
+        assert not (tmp_path / "ours" / "state" / "_METADATA").exists()
+
+
 # ---- state dicts in the files of each library
 
 
@@ -229,7 +263,35 @@ def written(path: Path, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
     return pt(path, tensors)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "dcp", "torch"])
+def read_by_its_library(path: Path, kind: str, like: dict[str, torch.Tensor]) -> Any:
+    if kind == "safetensors":
+        return safetensors.torch.load_file(path)
+    if kind == "torch":
+        return torch.load(path, weights_only=True)
+    found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    cast("Any", dcp).load(found, checkpoint_id=path)
+    return found
+
+
+KINDS = ["safetensors", "dcp", "torch"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_of_torch(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
+    if kind == "safetensors" and dtype == torch.complex128:
+        return
+    tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
+    tensors = {"empty": tensor[:0], "scalar": tensor[0, 0].clone(), "x": tensor}
+    path = written(tmp_path, kind, tensors)
+    hf.save(tmp_path / "ours", tensors)
+    assert_same(hf.load(path), hf.load(tmp_path / "ours"))
+    assert_same(hf.load(path, like=tensors), tensors)
+    export_checkpoint(tmp_path / "ours", tmp_path / "exported", kind)
+    assert_same(read_by_its_library(tmp_path / "exported", kind, tensors), tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_state_dict_as_its_own_template_nested_and_from_one_library_to_another(tmp_path: Path, kind: str) -> None:
     layers: dict[str, torch.nn.Module] = {"dense": torch.nn.Linear(3, 2), "norm": torch.nn.BatchNorm1d(2)}
     tensors = torch.nn.ModuleDict(layers).state_dict()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
 import pickle
 import shutil
@@ -59,15 +58,6 @@ def test_a_model_and_its_optimizer(tmp_path: Path) -> None:
     (group,) = found["optimizer"]["param_groups"]
     assert (group["betas"], group["params"]) == ((0.9, 0.999), [0, 1, 2, 3])
     assert (found["step"], found["text"], found["list"][0], found["list"][1].tolist()) == (3, "hi", 1, [1, 1])
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64, torch.uint16], ids=str
-)
-def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
-    state = {"x": tensor, "empty": tensor[:0], "scalar": tensor[0, 0]}
-    assert_same(hf.load(saved(tmp_path, state), like=state), state)
 
 
 @pytest.mark.needs("torch", "2.8")
@@ -194,16 +184,10 @@ def test_an_export_is_loaded_by_torch_whole_and_in_shards(tmp_path: Path, monkey
     run_processes(load_tensors, 2, *exports, backend="torch")
 
 
-def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    hf.save(tmp_path / "list", [np.ones(2)])
-    hf.save(tmp_path / "text", {"a": np.array(["x"])})
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="dictionaries only"):
-        hf.export_checkpoint(tmp_path / "list", tmp_path / "dcp", "dcp")
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="a: torch cannot store elements"):
-        hf.export_checkpoint(tmp_path / "text", tmp_path / "dcp", "dcp")
+def test_an_export_to_an_object_store_is_refused(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ours", {"w": np.ones(2)})
     with pytest.raises(hf.errors.OptionError, match="local directories only"):
-        hf.export_checkpoint(tmp_path / "text", "memory://dcp", "dcp")
-    assert not (tmp_path / "dcp").exists()
+        hf.export_checkpoint(tmp_path / "ours", "memory://dcp", "dcp")
 
 
 # ---- extensions
@@ -363,13 +347,3 @@ def test_other_folders_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(collections.Counter()))
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(tmp_path)
-
-
-def test_every_flipped_byte_is_harmless(tmp_path: Path) -> None:
-    path = saved(tmp_path, {"x": torch.arange(30)})
-    file = path / ".metadata"
-    whole = file.read_bytes()
-    for position in range(100, len(whole), 13):  # behind the name that it is recognised by
-        file.write_bytes(whole[:position] + bytes([whole[position] ^ 5]) + whole[position + 1 :])
-        with contextlib.suppress(hf.HoldfastError):
-            assert [array.tolist() for array in hf.load(path).values()] == [list(range(30))]

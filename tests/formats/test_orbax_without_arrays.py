@@ -45,12 +45,6 @@ def test_trees_without_arrays(tmp_path: Path, tree: Any) -> None:
         assert hf.verify(path).ok
 
 
-def test_a_tree_with_nothing_in_it_is_refused_as_orbax_refuses_it(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ours", {})
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="without leaves"):
-        hf.export_checkpoint(tmp_path / "ours", tmp_path / "exported", "orbax")
-
-
 def test_one_item_with_arrays_and_one_without(tmp_path: Path) -> None:
     state, names = {"w": np.arange(4.0)}, {"first": "x", "others": ["y"]}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
