@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import pickle
 import shutil
@@ -341,9 +340,3 @@ def test_nothing_is_run(tmp_path: Path) -> None:
     WAS_RUN.unlink(missing_ok=True)
     assert hf.load(path, select="x")["x"].tolist() == [1]
     assert not WAS_RUN.exists()
-
-
-def test_other_folders_are_not_recognised(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(collections.Counter()))
-    with pytest.raises(hf.CheckpointNotFoundError):
-        hf.load(tmp_path)

@@ -219,16 +219,6 @@ def test_the_checkpointers_and_functions_of_version_one(tmp_path: Path) -> None:
         assert hf.load(tmp_path / "items", item=item) == found[item] == items[item]
 
 
-def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "metadata").mkdir()
-    (tmp_path / "metadata" / "metadata").write_text("{}")
-    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"\n')  # TensorFlow's
-    (tmp_path / "7").mkdir()
-    with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint here"):
-        hf.load(tmp_path)
-    assert hf.list_checkpoints(tmp_path) == []
-
-
 def test_our_own_steps_count_before_what_lies_beside_them(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"n": 1})
