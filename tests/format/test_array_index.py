@@ -252,7 +252,8 @@ def test_tensorstore_reads_it_and_adds_to_it() -> None:
         store.write(path, data).result()
     database = ts.KvStore.open("memory://a/|ocdbt:", context=context).result()
 
-    (version,) = ts.ocdbt.dump(database.base).result()["versions"]
+    base: Any = database.base
+    (version,) = ts.ocdbt.dump(base).result()["versions"]
     assert version["root"]["statistics"] == {
         "num_keys": 40 * 61,
         "num_tree_bytes": len(nodes) - nodes.count(CHECKSUMS_MAGIC) * len(CHECKSUMS_MAGIC) - 4 * 2400,

@@ -153,10 +153,10 @@ def test_a_save_that_did_not_finish(tmp_path: Path) -> None:
 
 def load_tensors(process: Process, *folders: str) -> None:
     for folder in folders:
-        state = {"model": spread(process.count, np.zeros_like(WHOLE)), "step": 0}
+        state: dict[str, Any] = {"model": spread(process.count, np.zeros_like(WHOLE)), "step": 0}
         cast("Any", dcp).load(state, checkpoint_id=folder)
         assert state["step"] == 7
-        for tensor in state["model"].values():  # type: ignore[attr-defined]
+        for tensor in state["model"].values():
             assert torch.equal(tensor.full_tensor(), torch.from_numpy(WHOLE))
 
 
@@ -240,7 +240,7 @@ def test_compressed_entries(tmp_path: Path, ending: bytes) -> None:
         "turned": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
         "empty": torch.ones(0, 3),
     }
-    state = {**tensors, "step": 7, "set": {"a"}, "pair": (1, {"t": torch.ones(2)})}
+    state: dict[str, Any] = {**tensors, "step": 7, "set": {"a"}, "pair": (1, {"t": torch.ones(2)})}
     path = saved(tmp_path, state, _extensions=[Zstd(ending)])
     found = hf.load(path, like={**state, "set": ...})
     assert (found["step"], found["set"], found["pair"][1]["t"].tolist()) == (7, {"a"}, [1, 1])

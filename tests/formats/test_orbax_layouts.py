@@ -100,7 +100,7 @@ def on_host(leaf: Any) -> Any:
 def test_a_tree_in_every_layout(saved: Callable[[str], Path], layout: str) -> None:
     tree = full_tree()
     found = hf.load(saved(layout))
-    nothing = {} if layout == "rich types" else None
+    nothing: Any = {} if layout == "rich types" else None
     without_classes = {**tree, "optimizer": [tree["optimizer"][0]._asdict(), nothing, [1, 2]]}
     assert_same(jax.tree.map(on_host, found), jax.tree.map(on_host, without_classes))  # in the same order
     assert found["params"]["w"].flags.writeable
