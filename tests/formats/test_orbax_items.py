@@ -25,6 +25,10 @@ def options(**kwargs: Any) -> ocp.CheckpointManagerOptions:
     return ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **kwargs)
 
 
+def reading(**changes: Any) -> hf.CheckpointManagerOptions:
+    return hf.CheckpointManagerOptions(read_only=True, **changes)
+
+
 def state(step: int) -> dict[str, Any]:
     return {"w": jnp.full(3, float(step)), "step": step}
 
@@ -140,23 +144,19 @@ def test_items_of_unknown_kinds_are_listed_and_skipped(
         hf.load(copy)
 
 
-def test_a_missing_item_is_damage(several_items: Path, tmp_path: Path) -> None:
+def test_items_that_lost_files(several_items: Path, tmp_path: Path) -> None:
     copy = copied(several_items, tmp_path)
+    (copy / "4" / "_CHECKPOINT_METADATA").unlink()
+    found = hf.load(copy)
+    assert (found["params"]["w"].tolist(), found["extra"]) == ([1, 1, 1], {"q": [1, 2], "text": "x"})
+    assert found["array"] == {"checkpoint": pytest.approx(np.arange(7))}  # nothing says that it was a bare array
+    shutil.copy(several_items / "4" / "_CHECKPOINT_METADATA", copy / "4")
     shutil.rmtree(copy / "4" / "params")
     (copy / "4" / "extra" / "metadata").unlink()
     for item, file in (("params", "params/_METADATA"), ("extra", "extra/metadata")):
         with pytest.raises(hf.DamagedCheckpointError, match=f"{file} is missing"):
             hf.load(copy, item=item)
     assert {problem.leaf for problem in hf.verify(copy).checkpoints[0].problems} == {"params", "extra"}
-
-
-def test_without_the_checkpoint_s_own_metadata(several_items: Path, tmp_path: Path) -> None:
-    copy = copied(several_items, tmp_path)
-    (copy / "4" / "_CHECKPOINT_METADATA").unlink()
-    found = hf.load(copy)
-    assert found["params"]["w"].tolist() == [1, 1, 1]
-    assert found["extra"] == {"q": [1, 2], "text": "x"}
-    assert found["array"] == {"checkpoint": pytest.approx(np.arange(7))}  # nothing says that it was a bare array
 
 
 def test_unfinished_steps_are_not_listed(run: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_unfinished_steps_are_not_listed(run: Path, tmp_path: Path) -> None:
         hf.load(copy / "ckpt_00000099")
 
 
-def test_a_gutted_step_is_damaged(run: Path, tmp_path: Path) -> None:
+def test_a_gutted_step_is_damaged_and_passed_over_by_a_reading_manager(run: Path, tmp_path: Path) -> None:
     copy = copied(run, tmp_path)
     step = copy / "ckpt_00000012"
     (step / "metrics" / "metrics").write_bytes(b"\xff")  # which no load needs
@@ -193,6 +193,16 @@ def test_a_gutted_step_is_damaged(run: Path, tmp_path: Path) -> None:
         assert not hf.verify(copy, 12).ok
         with pytest.raises(hf.DamagedCheckpointError, match=damage):
             hf.load(copy)
+        with hf.CheckpointManager(copy, options=reading()) as manager:
+            found = manager.restore_latest()
+            assert found is not None
+            assert (found.step, [step for step, _ in found.skipped]) == (2, [12])
+            with pytest.raises(hf.DamagedCheckpointError):
+                manager.restore(12)
+    with hf.CheckpointManager(copy, options=reading()) as manager:
+        (copy / "ckpt_00000002").rename(copy / "ckpt_00000003")
+        manager.reload()
+        assert manager.all_steps() == [3]
 
 
 @pytest.mark.needs("orbax-checkpoint", "0.12")
@@ -202,11 +212,9 @@ def test_the_checkpointers_and_functions_of_version_one(tmp_path: Path) -> None:
     found = hf.load(tmp_path / "run", like={"w": np.zeros(3, np.float32), "step": 0})
     assert found["step"] == 3
     assert hf.list_checkpoints(tmp_path / "run")[0].metrics == {"loss": 1.0}
-    v1.save(tmp_path / "one", {"key": jax.random.key(5), "text": "x"})
-    assert hf.load(tmp_path / "one", like={"key": jax.random.key(0), "text": ""}) == {
-        "key": jax.random.key(5),
-        "text": "x",
-    }
+    tree = {"key": jax.random.key(5), "text": "x"}
+    v1.save(tmp_path / "one", tree)
+    assert hf.load(tmp_path / "one", like={"key": jax.random.key(0), "text": ""}) == tree
     registry = v1.handlers.local_registry()
     registry.add(v1.handlers.JsonHandler, checkpointable_name="facts")
     items = {"facts": {"a": [1, "x"]}, "model": {"w": jnp.ones(2)}, "other": {"a": 1.5}}
@@ -317,10 +325,6 @@ def test_checkpointers_name_what_they_cannot_restore(several_items: Path, run: P
         hf.PyTreeCheckpointer().restore(run)
 
 
-def reading(**changes: Any) -> hf.CheckpointManagerOptions:
-    return hf.CheckpointManagerOptions(read_only=True, **changes)
-
-
 @pytest.mark.parametrize("prefix", [None, "ckpt"])
 def test_a_reading_manager_shows_the_steps_of_orbax(run: Path, prefix: str | None) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -364,17 +368,3 @@ def test_a_reading_manager_of_several_items(several_items: Path) -> None:
         pytest.raises(hf.CheckpointNotFoundError, match="no item never"),
     ):
         manager.restore(4)
-
-
-def test_a_reading_manager_passes_over_damaged_steps_of_orbax(run: Path, tmp_path: Path) -> None:
-    copy = copied(run, tmp_path)
-    (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("{")
-    with hf.CheckpointManager(copy, options=reading()) as manager:
-        found = manager.restore_latest()
-        assert found is not None
-        assert (found.step, [step for step, _ in found.skipped]) == (2, [12])
-        with pytest.raises(hf.DamagedCheckpointError):
-            manager.restore(12)
-        (copy / "ckpt_00000002").rename(copy / "ckpt_00000003")
-        manager.reload()
-        assert manager.all_steps() == [3]
