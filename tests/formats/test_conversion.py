@@ -77,23 +77,19 @@ def test_import_holds_only_some_leaves(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(np.array_equal(found[name.partition(".")[2]], array) for name, array in arrays.items())
 
 
-def test_import_of_nothing_that_can_be_read(tmp_path: Path) -> None:
+def test_imports_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         hf.errors.UnsupportedLeafError, match=r"none of its arrays can be read:\n  f \(the class or function"
     ):
-        import_checkpoint(pt(tmp_path, {"f": print, "name": "x"}), tmp_path / "objects")
-    assert not (tmp_path / "objects").exists()
-
-
-def test_import_does_not_replace_anything(tmp_path: Path) -> None:
+        import_checkpoint(pt(tmp_path, {"f": print, "name": "x"}), tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
     path = pt(tmp_path, {"w": torch.ones(1)})
     import_checkpoint(path, tmp_path / "ckpt")
     with pytest.raises(hf.CheckpointExistsError):
         import_checkpoint(path, tmp_path / "ckpt")
     with pytest.raises(hf.CheckpointNotFoundError):
         import_checkpoint(tmp_path / "missing", tmp_path / "new")
-    pt(tmp_path, {"w": torch.zeros(1)})
-    import_checkpoint(path, tmp_path / "ckpt", overwrite=True)
+    import_checkpoint(pt(tmp_path, {"w": torch.zeros(1)}), tmp_path / "ckpt", overwrite=True)
     assert hf.load(tmp_path / "ckpt")["w"].tolist() == [0]
 
 
