@@ -27,7 +27,7 @@ from tests.formats.tensorflow_writer import write as write_tensorflow
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.arrays import PartialTree, TreeSource, load_tree
+from holdfast.engine.arrays import TreeSource
 from holdfast.engine.pytree import Box, flatten, split, whole
 from holdfast.engine.sources import TREE, CheckpointSource, open_checkpoint
 from holdfast.engine.storage import as_location
@@ -245,24 +245,6 @@ def test_boxes(source: TreeSource) -> None:
     for leaf, wanted, parts in zip(source.leaves, boxes, found, strict=True):
         array = ARRAYS[joined(leaf.name)]
         assert all(same(one, array[box.within(whole(array.shape))]) for box, one in zip(wanted, parts, strict=True))
-
-
-def test_a_part_of_a_tree_under_other_names(source: TreeSource) -> None:
-    w, b = ({joined(leaf.name): leaf for leaf in source.leaves}[name] for name in ("net.w", "net.b"))
-    part = PartialTree(source, {"kernel": w, "bias": b}, source.tree)
-    assert [leaf.name for leaf in part.leaves] == ["kernel", "bias"]
-    like = {"kernel": np.zeros((8, 6), np.float32), "bias": np.zeros(3, bool)}
-    assert same(load_tree(part, like=like)["kernel"], ARRAYS["net.w"])
-    assert part.verify() == []
-    [[rows]] = part.read_boxes(part.leaves[:1], [[Box((2, 0), (4, 6))]])
-    assert same(rows, ARRAYS["net.w"][2:4])
-
-
-def test_a_loaded_tree_in_another_structure(path: Path) -> None:
-    renamed = {"v": hf.Transform(original_key="net")}
-    found = hf.load_transformed(path, renamed, {"v": {"w": ..., "b": ...}, "scale": np.float32(0)})
-    assert same(found["v"]["w"], ARRAYS["net.w"])
-    assert float(found["scale"]) == 2.5
 
 
 def values_of(tree: Any) -> dict[str, Any]:
