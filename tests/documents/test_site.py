@@ -8,6 +8,7 @@ import inspect
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from docs.tools import drawings, prepare, runtime
@@ -64,9 +65,8 @@ def test_a_name_of_an_unknown_module_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_every_command_and_option_is_there(pages: Path) -> None:
     text = (pages / "reference" / "commands.md").read_text()
     assert set(re.findall(r"^## holdfast (\w+)$", text, re.MULTILINE)) == set(COMMANDS)
-    assert {"`--max-to-keep", "`--other-step", "`--hang-timeout", "`--in-place"} <= {
-        cell.strip() for cell in re.findall(r"^\| (`--[\w-]+)", text, re.MULTILINE)
-    }
+    options = set(re.findall(r"^\| `(--[\w-]+)", text, re.MULTILINE))
+    assert {"--max-to-keep", "--other-step", "--hang-timeout", "--in-place"} <= options
     assert "holdfast run [OPTION]... CONFIG [KEY=VALUE]..." in text
 
 
@@ -98,32 +98,24 @@ def test_docstrings_become_markdown() -> None:
     assert doctest.testmod(runtime).attempted > 0
 
 
-@pytest.mark.parametrize("make", drawings.DRAWINGS)
-def test_drawings_are_complete(make: Any) -> None:
-    from xml.etree import ElementTree
-
-    name = make.__name__
+def test_drawings_are_complete() -> None:
     files = drawings.files()
-    light, dark = (ElementTree.fromstring(files[f"{name}.{scheme}.svg"]) for scheme in ("light", "dark"))
-    texts = [["".join(node.itertext()) for node in drawing.iter() if node.text] for drawing in (light, dark)]
-    assert texts[0] == texts[1]
-    assert files[f"{name}.light.svg"] != files[f"{name}.dark.svg"]
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    for scheme in ("light", "dark"):
-        assert f"drawings/{name}.{scheme}.svg#only-{scheme}" in pages
-        committed = (ROOT / "docs" / "drawings" / f"{name}.{scheme}.svg").read_text(encoding="utf-8")
-        assert committed == files[f"{name}.{scheme}.svg"], "python -m docs.tools.drawings writes them"
+    for name in (make.__name__ for make in drawings.DRAWINGS):
+        light, dark = (files[f"{name}.{scheme}.svg"] for scheme in ("light", "dark"))
+        assert light != dark
+        assert len({"".join(ElementTree.fromstring(one).itertext()) for one in (light, dark)}) == 1, "the same texts"
+        for scheme in ("light", "dark"):
+            assert f"drawings/{name}.{scheme}.svg#only-{scheme}" in pages
+            committed = (ROOT / "docs" / "drawings" / f"{name}.{scheme}.svg").read_text(encoding="utf-8")
+            assert committed == files[f"{name}.{scheme}.svg"], "python -m docs.tools.drawings writes them"
 
 
-def test_the_site_asks_no_other_server() -> None:
+def test_the_site_asks_no_other_server_and_addresses_are_set_in_one_place(pages: Path) -> None:
+    """In ``pyproject.toml``, which has none until there is a publication; no page has another."""
     assert SITE["theme"]["font"] is False
     assert [next(iter(one)) if isinstance(one, dict) else one for one in SITE["plugins"]] == ["search", "mkdocstrings"]
-    assert not {"hooks", "extra_javascript"} & SITE.keys()
-
-
-def test_addresses_are_set_in_one_place(pages: Path) -> None:
-    """In ``pyproject.toml``, which has none until there is a publication; no page has another."""
-    assert not {"site_url", "repo_url"} & SITE.keys()
+    assert not {"hooks", "extra_javascript", "site_url", "repo_url"} & SITE.keys()
     if not prepare.PROJECT["urls"]:
         assert "github.com/holdfast" not in "".join(path.read_text() for path in pages.rglob("*.md"))
 

@@ -287,6 +287,12 @@ def test_only_the_files_that_are_needed_are_read(rows: Path) -> None:
         tree.read_boxes([leaf], [[Box((4, 0), (5, 1))]])
 
 
+def test_boxes_that_fill_half_of_what_is_around_them_are_read_at_once() -> None:
+    near, far = Box((2, 0), (4, 4)), Box((9, 9), (10, 10))
+    assert orbax_arrays.gather([Box((0, 0), (2, 4)), near, near]) == [Box((0, 0), (4, 4))]
+    assert orbax_arrays.gather([near, far]) == [near, far]
+
+
 def test_parts_for_devices(rows: Path) -> None:
     sharding = jax.sharding.NamedSharding(mesh(2, 2), jax.sharding.PartitionSpec("x"))
     like = {"rows": jax.ShapeDtypeStruct((16, 3), np.float32, sharding=sharding)}
