@@ -76,32 +76,19 @@ def submit(job: Path, script: str = "train.sbatch", **variables: str) -> subproc
 CRASH = 'import os\nif not os.path.exists("crashed"):\n    open("crashed", "w").close()\n    raise SystemExit(1)\n'
 
 
-@pytest.mark.parametrize(
-    ("script", "program", "number", "variables", "calls", "job_id"),
-    [
-        ("train.sbatch", PROGRAM, signal.SIGUSR1, {}, ["srun python train.py"], "12"),
-        (
-            "train.sbatch",
-            PROGRAM,
-            signal.SIGTERM,
-            {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3"},
-            ["srun python train.py"],
-            "11_3",
-        ),
-        # The program crashes once as well, and the supervisor starts it again within the job.
-        ("torchrun.sbatch", CRASH + PROGRAM, signal.SIGUSR1, {}, ["torchrun train.py"] * 2, "12"),
-    ],
-    ids=["job", "job of an array", "torchrun under a supervisor"],
-)
-def test_a_job_is_saved_and_requeued(
-    job: Path,
-    script: str,
-    program: str,
-    number: signal.Signals,
-    variables: dict[str, str],
-    calls: list[str],
-    job_id: str,
-) -> None:
+ARRAY = {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3"}
+# The script, the program, the signal, variables of SLURM, what is called in the first job, and the job's id.
+JOBS: dict[str, tuple[str, str, signal.Signals, dict[str, str], list[str], str]] = {
+    "job": ("train.sbatch", PROGRAM, signal.SIGUSR1, {}, ["srun python train.py"], "12"),
+    "job of an array": ("train.sbatch", PROGRAM, signal.SIGTERM, ARRAY, ["srun python train.py"], "11_3"),
+    # The program crashes once as well, and the supervisor starts it again within the job.
+    "supervised": ("torchrun.sbatch", CRASH + PROGRAM, signal.SIGUSR1, {}, ["torchrun train.py"] * 2, "12"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_is_saved_and_requeued(job: Path, name: str) -> None:
+    script, program, number, variables, calls, job_id = JOBS[name]
     (job / "train.py").write_text(program)
     with submit(job, script, **variables) as first:
         assert first.stdout is not None
@@ -116,7 +103,7 @@ def test_a_job_is_saved_and_requeued(
     assert [one.step for one in hf.list_checkpoints(job / "runs" / "x")] == [3, 6]
     expected = sum(np.random.default_rng(step).normal(size=3) for step in range(1, 7))
     np.testing.assert_allclose(hf.load(job / "runs" / "x", item="state")["x"], expected)
-    if script == "torchrun.sbatch":
+    if name == "supervised":
         assert "--max-restarts=0" in (job / "supervised").read_text()
 
 
