@@ -91,32 +91,25 @@ def reframed(frame: bytes, version: int, compression: int) -> bytes:
     return changed + struct.pack("<I", crc32c(changed))
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "error", "message"),
-    [
-        ("manifest", lambda content: content + b"\0", DamagedCheckpointError, r"expected \d+ bytes, found"),
-        ("manifest", lambda content: content[:-1] + b"\0\1", DamagedCheckpointError, r"^manifest\.ocdbt is damaged"),
-        (
-            "nodes",
-            lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-            DamagedCheckpointError,
-            r"node at offset \d+ of d/index is damaged: .* checksum",
-        ),
-        ("manifest", lambda content: reframed(content, 1, 0), FormatVersionError, "OCDBT"),
-        ("manifest", lambda content: reframed(content, 0, 2), FormatVersionError, "OCDBT"),
-        (
-            "manifest",
-            lambda content: reframed(content, 0, 1),
-            DamagedCheckpointError,
-            r"manifest\.ocdbt is damaged: .*zstd frame",
-        ),
-    ],
-    ids=["appended", "end", "a node", "newer version", "newer compression", "not compressed"],
-)
-def test_errors_name_the_place(
-    database: Database, part: str, change: Callable[[bytes], bytes], error: type[Exception], message: str
-) -> None:
+def last_bit(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+DAMAGED, OTHER = DamagedCheckpointError, FormatVersionError
+NAMED: dict[str, tuple[str, Callable[[bytes], bytes], type[Exception], str]] = {
+    "appended": ("manifest", lambda content: content + b"\0", DAMAGED, r"expected \d+ bytes, found"),
+    "end": ("manifest", lambda content: content[:-1] + b"\0\1", DAMAGED, r"^manifest\.ocdbt is damaged"),
+    "a node": ("nodes", last_bit, DAMAGED, r"node at offset \d+ of d/index is damaged: .* checksum"),
+    "newer version": ("manifest", lambda content: reframed(content, 1, 0), OTHER, "OCDBT"),
+    "newer compression": ("manifest", lambda content: reframed(content, 0, 2), OTHER, "OCDBT"),
+    "not compressed": ("manifest", lambda content: reframed(content, 0, 1), DAMAGED, r"manifest\.ocdbt .*zstd frame"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_errors_name_the_place(database: Database, name: str) -> None:
     """Newer formats are not called damaged."""
+    part, change, error, message = NAMED[name]
     with pytest.raises(error, match=message):
         replace(database, **{part: change(getattr(database, part))}).decode()
 
