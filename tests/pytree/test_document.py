@@ -12,12 +12,6 @@ from hypothesis import strategies as st
 from holdfast.engine.errors import DamagedCheckpointError, TreeMismatchError
 from holdfast.engine.pytree import choose, flatten, from_document, leaves_at, split, to_document
 
-KEYS = st.sampled_from(["a", "b", "ab", "a.b", "b.0", "0", 0, 1, ("a", 1)])
-TREES = st.recursive(
-    st.just(0),
-    lambda children: st.dictionaries(KEYS, children, max_size=4) | st.lists(children, max_size=3),
-    max_leaves=12,
-)
 PATTERNS = st.lists(st.sampled_from(["**", "*", "?", "a", "b*", "[ab]", "a.b", "b", "0"]), min_size=1, max_size=3)
 
 
@@ -30,18 +24,23 @@ def through_json(tree: Any) -> Any:
     return containers.build(flat.values)
 
 
-scalars = st.integers() | st.none()
-keys: st.SearchStrategy[Any] = (
+def trees_of(keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.integers() | st.none(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(keys, inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+
+
+some_keys: st.SearchStrategy[Any] = (
     st.text(st.characters(codec=None), max_size=3) | st.integers(-9, 9) | st.sampled_from(["1", "-1", "True"])
 )
-keys = keys | st.lists(keys | st.tuples(keys), max_size=2).map(tuple)
-trees = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=4)
-    ),
-    max_leaves=12,
-)
+trees = trees_of(some_keys | st.lists(some_keys | st.tuples(some_keys), max_size=2).map(tuple))
+FEW_KEYS = st.sampled_from(["a", "b", "ab", "a.b", "b.0", "0", 0, 1, ("a", 1)])
 
 
 @given(trees)
@@ -75,6 +74,11 @@ def test_selecting_makes_a_dict_of_a_list_that_loses_leaves() -> None:
         "b": (4, 5),
     }
     assert containers.select([False] * 6).build([]) == {}
+    tree = {"a": [(), {"b": 1}, {"c": {}}], "d": {"e": 2}, "f": []}  # empty ones stay unless a leaf beside them goes
+    _, _, containers = from_document(to_document(flatten(tree).structure, [{"kind": "int"}] * 2))
+    assert containers.select([True, True]).build([1, 2]) == tree
+    assert containers.select([True, False]).build([1]) == {"a": [(), {"b": 1}, {"c": {}}]}
+    assert containers.select([False, True]).build([2]) == {"d": {"e": 2}}
 
 
 def test_a_document_of_many_leaves_is_stored_once() -> None:
@@ -159,16 +163,8 @@ def test_a_factory_that_is_not_plain_is_never_looked_up() -> None:
     assert from_document({"tree": document, "leaves": []})[2].build([]).default_factory is None
 
 
-def test_empty_containers_stay_unless_a_leaf_beside_them_goes() -> None:
-    tree = {"a": [(), {"b": 1}, {"c": {}}], "d": {"e": 2}, "f": []}
-    _, _, containers = from_document(to_document(flatten(tree).structure, [{"kind": "int"}] * 2))
-    assert containers.select([True, True]).build([1, 2]) == tree
-    assert containers.select([True, False]).build([1]) == {"a": [(), {"b": 1}, {"c": {}}]}
-    assert containers.select([False, True]).build([2]) == {"d": {"e": 2}}
-
-
 @settings(max_examples=100)
-@given(tree=TREES, patterns=st.lists(PATTERNS.map("/".join), min_size=1, max_size=3))
+@given(tree=trees_of(FEW_KEYS), patterns=st.lists(PATTERNS.map("/".join), min_size=1, max_size=3))
 def test_looking_leaves_up_and_reading_all_agree(tree: Any, patterns: list[str]) -> None:
     flat = flatten(tree)
     document = to_document(flat.structure, [{"kind": "none", "value": number} for number in range(len(flat.names))])

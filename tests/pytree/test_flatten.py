@@ -79,18 +79,13 @@ def test_names_are_the_paths_of_the_leaves(tree: Any, names: list[str]) -> None:
 
 
 def test_a_dataclass_keeps_fields_that_its_constructor_does_not_take() -> None:
-    counters = Counters([1, 2])
+    counters = Counters(Settings(x=[1, 2]))
     counters.best = 0.5
+    template = Counters(Settings(x=[0, 0]))
     flat = flatten(counters)
-    assert flat.names == ["done.0", "done.1", "best"]
-    assert unflatten(flatten(Counters([0, 0])).structure, flat.values) == counters
-
-
-def test_unflatten_copies_containers() -> None:
-    template = {"a": Settings(x=[1])}
-    flat = flatten(template)
-    unflatten(flat.structure, [2])
-    assert template == {"a": {"x": [1]}}
+    assert flat.names == ["done.x.0", "done.x.1", "best"]
+    assert unflatten(flatten(template).structure, flat.values) == counters
+    assert template == Counters({"x": [0, 0]})
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -104,13 +99,10 @@ def test_a_cycle_is_an_error_that_names_both_places() -> None:
     tree["a"]["b"].append(tree["a"])
     with pytest.raises(UnsupportedLeafError, match=r"a/b/1: dict contains itself: it is also at a$"):
         flatten(tree)
-
-
-def test_a_list_that_holds_itself_is_an_error() -> None:
-    tree: list[Any] = []
-    tree.append(tree)
+    loop: list[Any] = []
+    loop.append(loop)
     with pytest.raises(UnsupportedLeafError, match=r"0: list contains itself: it is also at \(root\)"):
-        flatten(tree)
+        flatten(loop)
 
 
 def test_too_deep_a_tree_is_an_error_and_no_recursion_error() -> None:
@@ -137,15 +129,8 @@ def test_too_deep_a_tree_is_an_error_and_no_recursion_error() -> None:
     ],
 )
 def test_other_keys_are_errors_that_name_the_path(key: Any, said: str) -> None:
-    with pytest.raises(UnsupportedLeafError, match=f"outer/inner: dict has .*{said}"):
-        flatten({"outer": {"inner": {key: 1}}, "fine": 1})
-
-
-def test_all_bad_places_are_named_at_once() -> None:
-    with pytest.raises(UnsupportedLeafError) as caught:
-        flatten({"a": {1.5: 0}, "b": {None: 0}})
-    assert "a: dict" in str(caught.value)
-    assert "b: dict" in str(caught.value)
+    with pytest.raises(UnsupportedLeafError, match=rf"outer/inner: dict has .*{said}(.|\n)*b: dict has"):
+        flatten({"outer": {"inner": {key: 1}}, "fine": 1, "b": {None: 0}})
 
 
 # ---- many leaves, and leaves that cannot be saved

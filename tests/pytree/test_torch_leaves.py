@@ -52,18 +52,12 @@ def test_every_dtype_comes_back_bit_for_bit(name: str, save: Any) -> None:
     plain = memory.load()["t"]
     assert isinstance(plain, np.ndarray)
     assert plain.shape == (6,)
-    if name != "complex32":
+    if name == "complex32":  # which numpy does not have
+        np.testing.assert_array_equal(plain, torch.view_as_complex(torch.view_as_real(tensor).float()).numpy())
+    else:
         assert plain.tobytes() == raw(tensor)
         has_no_numbers = name in ("float4_e2m1fn_x2", "int4", "uint4", "uint1", "bits8")
         assert plain.dtype.name == ("uint8" if has_no_numbers else name)
-
-
-def test_half_precision_complex_numbers_are_widened_without_a_template(save: Any) -> None:
-    tensor = torch.view_as_complex(torch.tensor([[1.0, -2.0], [0.5, 4.0]]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        half = tensor.to(torch.complex32)
-    np.testing.assert_array_equal(save([half]).load()[0], tensor.numpy(), strict=True)
 
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -114,13 +108,6 @@ def test_a_tensor_on_the_cpu_is_not_copied() -> None:
     assert plain.details == {"kind": "torch", "requires_grad": True}
     assert plain.pieces[0].array.ctypes.data == tensor.data_ptr()
     assert not copied.volatile
-
-
-def test_a_loaded_tensor_takes_the_arrays_memory_over(save: Any) -> None:
-    tensor = torch.arange(4.0)
-    again = save([tensor]).load(like=[tensor])[0]
-    again += 1
-    assert_same(again, tensor + 1)
 
 
 @pytest.mark.parametrize(
