@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import json
 import logging
 import pickle
 import random
 import re
 import types
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ import optax  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from flax import nnx
-from flax.training.train_state import TrainState
 from tests.ids import plain_id
 from tests.versions import nnx_update
 
@@ -32,8 +31,6 @@ from holdfast.integrations.components import Component
 
 
 class Net(Checkpointable, nnx.Module):
-    """A network of flax's."""
-
     def __init__(self, size: int, hidden: int = 3, *, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(size, hidden, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -44,8 +41,6 @@ class Net(Checkpointable, nnx.Module):
 
 
 class FlaxLearner(Checkpointable):
-    """Trains a network of flax's with optax."""
-
     def __init__(self, size: int = 2, rate: float = 0.1, seed: int = 0) -> None:
         self.net = Net(size, rngs=nnx.Rngs(seed))
         self.optimizer = nnx.Optimizer(self.net, optax.adam(rate), wrt=nnx.Param)
@@ -79,18 +74,11 @@ def test_flax_goes_on_bit_for_bit(place: str) -> None:
     kernel = running.net.first.kernel
     running.restore_from_path(path, strict=True)
     assert running.net.first.kernel is kernel
+    assert np.array_equal(Net.from_checkpoint(f"{path}/net").first.kernel[...], kernel[...])
+    assert set(hf.load(f"{path}/net")) == {"first", "drop", "second"}
     for one in (learner, made, running):
         one.step()
     assert made.values() == running.values() == learner.values()
-
-
-def test_a_network_of_flax_is_made_alone(place: str) -> None:
-    learner = FlaxLearner()
-    learner.step()
-    path = learner.save_to_path(place)
-    net = Net.from_checkpoint(f"{path}/net")
-    assert np.array_equal(net.first.kernel[...], learner.net.first.kernel[...])
-    assert set(hf.load(f"{path}/net")) == {"first", "drop", "second"}
 
 
 def test_what_is_kept_of_the_constructor_is_nothing_to_flax() -> None:
@@ -104,28 +92,6 @@ def test_what_is_kept_of_the_constructor_is_nothing_to_flax() -> None:
     assert first(one) != first(other)
     assert len(traces) == 1
     assert len(jax.tree.leaves(nnx.state(one))) == len(jax.tree.leaves(nnx.state(nnx.clone(one))))
-
-
-class TrainStateLearner(Checkpointable):
-    """Holds a TrainState, which cannot be changed and is replaced."""
-
-    def __init__(self, seed: int = 0) -> None:
-        params = {"w": jnp.arange(3.0) + seed}
-        create: Any = TrainState.create
-        self.state = create(apply_fn=lambda p: p, params=params, tx=optax.sgd(0.1, momentum=0.9))
-
-
-def test_a_train_state_is_replaced(place: str) -> None:
-    learner = TrainStateLearner(seed=1)
-    learner.state = learner.state.apply_gradients(grads={"w": jnp.ones(3)})
-    path = learner.save_to_path(place)
-    running = TrainStateLearner()
-    tx = running.state.tx
-    running.restore_from_path(path, strict=True)
-    assert int(running.state.step) == 1
-    assert running.state.tx is tx
-    assert np.array_equal(running.state.params["w"], learner.state.params["w"])
-    assert np.array_equal(jax.tree.leaves(running.state.opt_state)[0], jax.tree.leaves(learner.state.opt_state)[0])
 
 
 class Plain:
@@ -155,8 +121,6 @@ class Plain:
 
 
 class Host(Checkpointable):
-    """Has a component without the mixin."""
-
     def __init__(self) -> None:
         self.plain = Plain()
 
@@ -179,8 +143,6 @@ def test_components_without_the_mixin(place: str) -> None:
 
 
 class Statistics(Checkpointable):
-    """Plain values, generators, containers."""
-
     __untracked__ = ("lock",)
 
     def __init__(self, size: int = 2) -> None:
@@ -193,42 +155,22 @@ class Statistics(Checkpointable):
 
 @dataclass
 class Config:
-    """An argument of a constructor."""
-
     rate: float
     sizes: tuple[int, ...] = (1, 2)
 
 
 class Limits(NamedTuple):
-    """Another one."""
-
     low: float
     high: float
 
 
 class Configured(Checkpointable):
-    """Made with objects."""
-
     def __init__(self, config: Config, *more: Any, limits: Limits | None = None, part: Any = None, **rest: Any) -> None:
         self.rate = config.rate
         self.part = part
         self.given = [config, more, limits, rest]
 
     __untracked__ = ("given",)
-
-
-class One(Checkpointable):
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-
-@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, (1, 2), [], "text"], ids=str)
-def test_containers_that_the_program_does_not_have_yet(place: str, value: Any) -> None:
-    path = One(value).save_to_path(f"{place}/x")
-    running = One()
-    assert running.restore_from_path(path, strict=True).complete
-    assert running.value == value
-    assert type(running.value) is type(value)
 
 
 def test_constructors_that_take_objects(place: str) -> None:
@@ -249,8 +191,6 @@ def test_constructors_that_take_objects(place: str) -> None:
 
 @allow
 class Colour(enum.Enum):
-    """An enumeration."""
-
     RED = 1
 
 
@@ -260,8 +200,6 @@ def add(one: int, other: int) -> int:
 
 
 class Anything(Checkpointable):
-    """Made with anything."""
-
     __untracked__ = ("given",)
 
     def __init__(self, given: Any) -> None:
@@ -271,16 +209,9 @@ class Anything(Checkpointable):
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        True,
         -(1 << 70),
-        0.1,
-        float("nan"),
-        2 - 1j,
         "text \u20ac",
-        b"bytes",
         [1, [2, (3, {"a": {4}})]],
-        frozenset({1, 2}),
         {1: "int", "1": "text", (1, 2): "tuple"},
         range(1, 9, 2),
         slice(None, 5),
@@ -299,6 +230,7 @@ class Anything(Checkpointable):
         torch.optim.Adam,
         Colour.RED,
         add,
+        functools.partial(add, 1, other=2),
         Limits(0.5, 1.5),
         Config(0.5),
         Statistics,
@@ -308,16 +240,8 @@ class Anything(Checkpointable):
 def test_arguments_of_all_kinds(place: str, value: Any) -> None:
     found = Anything.from_checkpoint(Anything(value).save_to_path(place), allowed=[Config]).given
     assert type(found) is type(value)
-    if hasattr(value, "shape") and not isinstance(value, np.dtype):
-        assert found.dtype == value.dtype
-        assert repr(found) == repr(value)
-    else:
-        assert found == value or repr(found) == repr(value)
-
-
-def test_functions_with_some_of_their_arguments(place: str) -> None:
-    found = Anything.from_checkpoint(Anything(functools.partial(add, 1, other=2)).save_to_path(place)).given
-    assert found() == 3
+    assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
+    assert repr(found) == repr(value)
 
 
 endless: list[Any] = []
@@ -356,23 +280,11 @@ def test_copies_know_how_they_were_made(place: str) -> None:
     assert Statistics.from_checkpoint(two.save_to_path(f"{place}/2")).total.shape == (6,)
 
 
-def test_a_state_dict_is_a_state() -> None:
-    class Module(Checkpointable, torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(2, 1)
-
-    one, other = Module(), Module()
-    other.set_state(one.state_dict())
-    assert torch.equal(one.net.weight, other.net.weight)
-    other.set_state({name: value.numpy() + 1 for name, value in one.state_dict().items()})
-    assert torch.equal(one.net.weight + 1, other.net.weight)
-
-
 class Counting(torch.nn.Module):
     def __init__(self, extra: Any) -> None:
         super().__init__()
         self.extra = extra
+        self.layer = torch.nn.Linear(2, 1)
 
     def get_extra_state(self) -> Any:
         return self.extra
@@ -382,20 +294,21 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("extra", [9, torch.ones(2), {"seen": 5, "last": torch.zeros(1)}, {}, [1, 2], ({"a": 1}, 2)])
-def test_a_state_dict_has_extra_states(extra: Any) -> None:
+def test_a_state_dict_is_a_state_and_has_extra_states(extra: Any) -> None:
     class Module(Checkpointable, Counting):
         def __init__(self, extra: Any) -> None:
             super().__init__(extra)
             self.blocks = torch.nn.Sequential(torch.nn.Linear(2, 1), Counting(extra))
 
-    module: Any = Module(None)
-    module.set_state(Module(extra).state_dict())
+    saved, module = Module(extra), Module(None)
+    module.set_state(saved.state_dict())
     assert repr(module.extra) == repr(module.blocks[1].extra) == repr(extra)
+    assert all(map(torch.equal, module.parameters(), saved.parameters()))
+    module.set_state({"layer.weight": saved.layer.weight.detach().numpy() + 1})
+    assert torch.equal(module.layer.weight, saved.layer.weight + 1)
 
 
 class Normalising(Checkpointable, torch.nn.Module):
-    """A module with values that torch does not know of."""
-
     def __init__(self, size: int = 2) -> None:
         super().__init__()
         self.size, self.name = size, "configuration"
@@ -404,6 +317,7 @@ class Normalising(Checkpointable, torch.nn.Module):
         self.history: dict[str, Any] = {"last": torch.zeros(1)}
         self.random = np.random.default_rng(0)
         self.key = jax.random.key(0)
+        self.generator = torch.Generator()
 
 
 def test_modules_have_more_than_torch_knows(place: str) -> None:
@@ -411,6 +325,7 @@ def test_modules_have_more_than_torch_knows(place: str) -> None:
     one.mean += 1
     one.history["last"] += 2
     one.random.normal()
+    one.generator.manual_seed(3)
     one.key = jax.random.key(7)
     one.name = "another"
     report = other.restore_from_path(one.save_to_path(place), strict=True)
@@ -418,6 +333,8 @@ def test_modules_have_more_than_torch_knows(place: str) -> None:
     assert other.mean.tolist() == [1, 1]
     assert other.history["last"].tolist() == [2]
     assert other.random.normal() == one.random.normal()
+    assert other.generator.initial_seed() == 3
+    assert torch.rand(2, generator=other.generator).tolist() == torch.rand(2, generator=one.generator).tolist()
     assert jax.random.key_data(other.key).tolist() == jax.random.key_data(one.key).tolist()
     assert other.name == "configuration"
 
@@ -459,15 +376,12 @@ def test_references_back_and_forgotten_components(place: str, caplog: pytest.Log
     assert [slot.tolist() for slot in slots] == [[[1.0]], [1.0]]
 
 
-class WithHooks(Statistics):
-    """Does more when it is restored."""
-
-    def set_state(self, state: Any) -> None:
-        super().set_state(state)
-        self.history.append(-1.0)
-
-
 def test_methods_may_be_extended(place: str) -> None:
+    class WithHooks(Statistics):
+        def set_state(self, state: Any) -> None:
+            super().set_state(state)
+            self.history.append(-1.0)
+
     class Around(Checkpointable):
         def __init__(self) -> None:
             self.inner = WithHooks()
@@ -481,40 +395,35 @@ def test_methods_may_be_extended(place: str) -> None:
     assert other.inner.history == [-1.0]
 
 
-class Mixed(Checkpointable):
-    """Keeps components in containers with other things."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, Any] = {
-            "net": Normalising(),
-            "rating": 1500.0,
-            "plain": Statistics(),
-            "wins": np.zeros(2),
-        }
-        self.pairs = [(Normalising(), 1), (Statistics(), 2)]
-        parameters = [*self.by_name["net"].parameters(), *self.pairs[0][0].parameters()]  # type: ignore[attr-defined]
-        self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def test_containers_of_components_and_other_things(place: str) -> None:
+    class Mixed(Checkpointable):
+        def __init__(self) -> None:
+            self.by_name: dict[str, Any] = {"net": Normalising(), "rating": 1500.0, "wins": np.zeros(2)}
+            self.pairs: list[Any] = [(Normalising(), 1), (Statistics(), 2)]
+            self.past: deque[Any] = deque([Statistics(), Normalising()], maxlen=2)
+            parameters = [*self.by_name["net"].parameters(), *self.pairs[0][0].parameters()]
+            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
     one, other = Mixed(), Mixed()
     one.by_name["rating"] = 1700.0
     one.by_name["wins"] += 3
-    one.by_name["plain"].total += 1
     one.pairs[0] = (one.pairs[0][0], 11)
-    one.pairs[1][0].total += 2  # type: ignore[attr-defined]  # it has one
+    for number, statistics in enumerate((one.pairs[1][0], one.past[0])):
+        statistics.total += number + 1
     one.by_name["net"].net(torch.ones(2)).sum().backward()
     one.optimizer.step()
     path = one.save_to_path(place)
-    assert set(hf.load(path)) == {"state", "by_name/net", "by_name/plain", "pairs/0/0", "pairs/1/0"}
-    plain = other.by_name["plain"]
+    assert set(hf.load(path)) == {"state", "by_name/net", "pairs/0/0", "pairs/1/0", "past/0", "past/1"}
+    first = other.past[0]
     other.restore_from_path(path, strict=True)
-    assert other.by_name["plain"] is plain
-    assert (other.by_name["rating"], other.by_name["wins"].tolist(), plain.total.tolist()) == (1700.0, [3, 3], [1, 1])
-    assert other.pairs[0][1] == 11
-    assert other.pairs[1][0].total.tolist() == [2, 2]  # type: ignore[attr-defined]  # it has one
-    slots = [entry["momentum_buffer"].tolist() for entry in other.optimizer.state.values()]
-    assert slots == [entry["momentum_buffer"].tolist() for entry in one.optimizer.state.values()]
+    assert other.past[0] is first
+    assert (other.by_name["rating"], other.by_name["wins"].tolist(), other.pairs[0][1]) == (1700.0, [3, 3], 11)
+    assert (other.pairs[1][0].total.tolist(), first.total.tolist()) == ([1, 1], [2, 2])
+    assert torch.equal(other.past[1].net.weight, one.past[1].net.weight)
+    slots, expected = (
+        [entry["momentum_buffer"].tolist() for entry in each.optimizer.state.values()] for each in (other, one)
+    )
+    assert slots == expected
     assert len(slots) == 2
 
 
@@ -542,16 +451,6 @@ def test_names_of_components(place: str) -> None:
         Named(["a", "a/b"]).save_to_path(f"{place}/x")
     with pytest.raises(hf.errors.OptionError, match="a component called ''"):
         Named([""]).save_to_path(f"{place}/x")
-
-
-def test_metadata_of_ones_own(tmp_path: Path) -> None:
-    class Described(Statistics):
-        def get_metadata(self) -> dict[str, Any]:
-            return {"note": "the good one"}
-
-    path = Described().save_to_path(tmp_path / "x")
-    assert json.loads((tmp_path / "x" / "metadata.json").read_text())["metadata"]["note"] == "the good one"
-    assert Described.from_checkpoint(path).total.shape == (2,)
 
 
 allow(Limits)

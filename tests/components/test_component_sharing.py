@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -370,8 +369,6 @@ def test_a_policy_that_the_program_no_longer_shares(place: str, caplog: pytest.L
 
 
 class Showing(Checkpointable):
-    """Holds a value, and something that no checkpoint can hold."""
-
     def __init__(self, value: Any) -> None:
         self.value, self.process = value, iter(())
 
@@ -416,8 +413,6 @@ def test_a_save_that_would_lose_moments_is_an_error(place: str) -> None:
 
 
 class Holder:
-    """Is no component."""
-
     def __init__(self, policy: Any) -> None:
         self.policy = policy
 
@@ -440,23 +435,6 @@ def test_a_component_inside_of_another_object_is_not_left_out_silently(place: st
     running = Named(1)
     assert running.restore_from_path(path, strict=True).complete
     assert torch.equal(running.holder.policy.net[0].weight, Named().holder.policy.net[0].weight)
-
-
-class Past(Checkpointable):
-    """Keeps past policies in a deque."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.policies: deque[Any] = deque([TorchPolicy(seed), TorchHolder(seed + 1)], maxlen=2)
-
-
-def test_components_in_a_deque(place: str) -> None:
-    past = Past()
-    path = past.save_to_path(place)
-    assert set(hf.load(path)) == {"state", "policies/0", "policies/1"}
-    running = Past(5)
-    assert running.restore_from_path(path, strict=True).complete
-    for one, other in zip(past.policies, running.policies, strict=True):
-        assert torch.equal(one.net[0].weight, other.net[0].weight)
 
 
 def test_a_checkpoint_of_an_earlier_version_that_lacks_moments_is_not_complete(place: str) -> None:
