@@ -37,11 +37,6 @@ class Brain(Checkpointable, nn.Module):
         self.l1 = nn.Linear(3, 2)
 
 
-class Broken(Checkpointable):
-    def __init__(self, size: int = 3) -> None:
-        raise ValueError("there is no display")
-
-
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a directory of all that one may be taken for another."""
@@ -66,154 +61,132 @@ def restored(path: str, into: Any = None, **arguments: Any) -> Any:
     return (into or Learner()).restore_from_path(path, **arguments)
 
 
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "component": (
-        lambda: restored("run", component="p0"),
-        hf.TreeMismatchError,
-        "Learner has no component 'p0'; it has 'policies/p0', 'policies/p1'",
-    ),
-    "path of a component": (
-        lambda: restored("run/p0"),
-        hf.CheckpointNotFoundError,
-        "run/p0: ~/run has no such component; it has policies/p0, policies/p1",
-    ),
+def made(kind: Any, path: str, **arguments: Any) -> Any:
+    return kind.from_checkpoint(path, **arguments)
+
+
+POLICY = f"{Policy.__module__}:Policy"
+# What is done, and what the error says of it, for each class of errors.
+NOT_FOUND: dict[str, tuple[Callable[[], Any], str]] = {
+    "path of a component": (lambda: restored("run/p0"), "run/p0: ~/run has no such component; it has policies/p0, "),
     "directory between": (
         lambda: restored("run/policies"),
-        hf.CheckpointNotFoundError,
         "has no such component; below it are policies/p0, policies/p1",
     ),
     "state": (
         lambda: restored("run/policies/p0/state"),
-        hf.CheckpointNotFoundError,
-        "this folder holds a component's state; give the component's directory, one level up",
+        "this folder holds a component's state; give the .* directory",
     ),
-    "file of it": (
-        lambda: restored("run/metadata.json"),
-        hf.CheckpointNotFoundError,
-        "this is a file, but a component is a directory",
+    "file of it": (lambda: restored("run/metadata.json"), "this is a file, but a component is a directory"),
+    "file of torch": (lambda: restored("policy.pt", Policy()), "Read files of other libraries with hf.load"),
+    "nothing": (lambda: restored("ru"), "there is nothing at this path"),
+    "nothing in memory": (lambda: restored("memory://test_messages/none"), "there is nothing at this path"),
+    "tree of arrays": (lambda: restored("tree"), "is not a component tree, its items are state; read it with hf.load"),
+    "directory of trees": (lambda: restored("many"), "there is one at ~/many/7"),
+    "directory of a manager": (lambda: restored("managed"), "there is one at ~/managed/7/learner"),
+    "step of a manager": (lambda: made(Learner, "managed/7"), "is a tree of components: give ~/managed/7/learner"),
+}
+MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
+    "component": (
+        lambda: restored("run", component="p0"),
+        "Learner has no component 'p0'; it has 'policies/p0', 'policies/p1'",
     ),
-    "file of torch": (
-        lambda: restored("policy.pt", Policy()),
-        hf.CheckpointNotFoundError,
-        "Read files of other libraries with hf.load, and pass the result to set_state",
-    ),
-    "nothing": (lambda: restored("ru"), hf.CheckpointNotFoundError, "there is nothing at this path"),
-    "nothing in memory": (
-        lambda: restored("memory://test_messages/none"),
-        hf.CheckpointNotFoundError,
-        "there is nothing at this path",
-    ),
-    "tree of arrays": (
-        lambda: restored("tree"),
-        hf.CheckpointNotFoundError,
-        "this checkpoint is not a component tree, its items are state; read it with hf.load",
-    ),
-    "directory of trees": (lambda: restored("many"), hf.CheckpointNotFoundError, "there is one at ~/many/7"),
-    "directory of a manager": (
-        lambda: restored("managed"),
-        hf.CheckpointNotFoundError,
-        "there is one at ~/managed/7/learner",
-    ),
-    "step of a manager": (
-        lambda: Learner.from_checkpoint("managed/7"),
-        hf.CheckpointNotFoundError,
-        "one of these is a tree of components: give ~/managed/7/learner",
-    ),
-    "lost slash": (lambda: restored("s3:/bucket/run"), hf.errors.InvalidLocationError, "pass URLs as str"),
-    "scheme": (lambda: Learner().save_to_path("s4://bucket/run"), hf.errors.InvalidLocationError, "s3://bucket/name"),
     "shape": (
         lambda: restored("run/policies/p0", Policy(5)),
-        hf.TreeMismatchError,
         "these values do not fit Policy; nothing was changed. Change the program, or name values to keep "
         "with restore_from_path(keep=...):\n  l1/weight: expected float32[2, 5] (program), "
         "found float32[2, 3] (checkpoint)",
     ),
     "shape of a state": (
         lambda: Policy().set_state({"l1": {"bias": torch.zeros(9)}}),
-        hf.TreeMismatchError,
         "the state: these values do not fit Policy; nothing was changed. Change the program, or leave them out:",
     ),
+    "a state of another": (
+        lambda: Policy().set_state({"typo": 1}),
+        "the state: nothing in it matches Policy.*It has 'typo'",
+    ),
+    "a number as a state": (lambda: Policy().set_state(5), "expected a dictionary, found int"),  # type: ignore[arg-type]
     "another component": (
         lambda: restored("run", Policy()),
-        hf.TreeMismatchError,
         "nothing in it matches Policy, and nothing was changed. It has 'rate', 'updates'; the component has 'l1/bias'",
     ),
     "keep": (
         lambda: restored("run", keep=["**/rate", "**/learning_rate"]),
-        hf.TreeMismatchError,
         "keep='../learning_rate' matches no leaf; the checkpoint has .*; nothing was changed. A path is the ",
     ),
-    "keep of nothing": (lambda: restored("run", keep=""), hf.TreeMismatchError, "keep='' matches no leaf"),
-    "keep of another kind": (lambda: restored("run", keep=5), hf.errors.OptionError, "keep=5 must be a pattern"),
+    "keep of nothing": (lambda: restored("run", keep=""), "keep='' matches no leaf"),
+}
+NOT_VALID: dict[str, tuple[Callable[[], Any], str]] = {
+    "keep of another kind": (lambda: restored("run", keep=5), "keep=5 must be a pattern"),
     "another class": (
-        lambda: Policy.from_checkpoint("run"),
-        hf.errors.OptionError,
-        "run holds a tests.components.test_component_messages:Learner, which is not a .*:Policy: call from_check",
+        lambda: made(Policy, "run"),
+        "run holds a .*messages:Learner, which is not a .*:Policy: call",
     ),
     "override": (
-        lambda: Learner.from_checkpoint("run", learning_rate=1),
-        hf.errors.OptionError,
-        "Learner takes no argument 'learning_rate'; it takes names, rate",
+        lambda: made(Learner, "run", learning_rate=1),
+        "takes no argument 'learning_rate'; it takes names, rate",
     ),
     "import path": (
-        lambda: Brain.from_checkpoint("run/policies/p0", renamed={"game.Policy": Brain}),
-        hf.errors.OptionError,
+        lambda: made(Brain, "run/policies/p0", renamed={"game.Policy": Brain}),
         "'game.Policy' is not an import path; write 'package.module:Name'",
     ),
-    "renamed to a class that is not allowed": (
-        lambda: Checkpointable.from_checkpoint(
-            "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}
-        ),
-        hf.errors.NotAllowedError,
-        ":Policy, now no_such_module:Brain, which is not allowed: nothing was imported",
-    ),
     "module that is gone": (
-        lambda: Checkpointable.from_checkpoint(
-            "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}, trust=True
-        ),
-        hf.errors.OptionError,
+        lambda: made(Checkpointable, "run/policies/p0", renamed={POLICY: "no_such_module:Brain"}, trust=True),
         "cannot be imported: No module named 'no_such_module'. If its name has changed, pass renamed=",
     ),
     "new argument": (
-        lambda: Brain.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Brain}),
-        hf.errors.OptionError,
+        lambda: made(Brain, "run/policies/p0", renamed={POLICY: Brain}),
         "Brain cannot be created from the saved arguments: missing a required .*argument: 'act'; pass it by name",
     ),
     "allowed class": (
-        lambda: Learner.from_checkpoint("run", allowed=Policy),  # type: ignore[arg-type]
-        hf.errors.OptionError,
+        lambda: made(Learner, "run", allowed=Policy),
         "Policy'> must be a list of classes, functions and patterns of import paths",
     ),
     "allowed number": (
-        lambda: Learner.from_checkpoint("run", allowed=[5]),
-        hf.errors.OptionError,
+        lambda: made(Learner, "run", allowed=[5]),
         "allowed=5 is not a class, a function or a pattern of import paths",
     ),
     "state of another kind": (
         lambda: Learner().save_to_path("new", state=[1]),  # type: ignore[arg-type]
-        hf.errors.OptionError,
         r"state= must be a dictionary like that of get_state\(\), found list",
+    ),
+    "filesystem": (lambda: Policy().save_to_path("new", filesystem=5), "filesystem=builtins.int is neither"),
+    "filesystem of a restore": (lambda: restored("run", filesystem=5), "filesystem=builtins.int is neither"),
+}
+TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "over a part": (
+        lambda: Policy().save_to_path("run/policies/p0", overwrite=True),
+        "run/policies/p0 is a part of the tree at ~/run, which this save would break; save to another path",
+    ),
+    "over an item": (
+        lambda: Learner().save_to_path("managed/7/learner", overwrite=True),
+        "~/managed/7/learner is an item of the checkpoint at ~/managed/7, which this save would break",
+    ),
+    "over another checkpoint": (
+        lambda: Learner().save_to_path("tree", overwrite=True),
+        "the checkpoint there is not a tree of components; choose another path",
+    ),
+}
+OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "lost slash": (lambda: restored("s3:/bucket/run"), hf.errors.InvalidLocationError, "pass URLs as str"),
+    "scheme": (lambda: Learner().save_to_path("s4://bucket/run"), hf.errors.InvalidLocationError, "s3://bucket/name"),
+    "renamed to a class that is not allowed": (
+        lambda: made(Checkpointable, "run/policies/p0", renamed={POLICY: "no_such_module:Brain"}),
+        hf.errors.NotAllowedError,
+        ":Policy, now no_such_module:Brain, which is not allowed: nothing was imported",
     ),
     "no component": (
         lambda: hf.Checkpointer(ComponentCheckpointHandler()).save("new", {"a": 1}),
         hf.errors.UnsupportedLeafError,
         "the component is a dict, which has no attributes that could be restored in place",
     ),
-    "over a part": (
-        lambda: Policy().save_to_path("run/policies/p0", overwrite=True),
-        hf.CheckpointExistsError,
-        "run/policies/p0 is a part of the tree at ~/run, which this save would break; save to another path",
-    ),
-    "over an item": (
-        lambda: Learner().save_to_path("managed/7/learner", overwrite=True),
-        hf.CheckpointExistsError,
-        "~/managed/7/learner is an item of the checkpoint at ~/managed/7, which this save would break",
-    ),
-    "over another checkpoint": (
-        lambda: Learner().save_to_path("tree", overwrite=True),
-        hf.CheckpointExistsError,
-        "the checkpoint there is not a tree of components; choose another path",
-    ),
+}
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    **{name: (work, hf.CheckpointNotFoundError, says) for name, (work, says) in NOT_FOUND.items()},
+    **{name: (work, hf.TreeMismatchError, says) for name, (work, says) in MISFITS.items()},
+    **{name: (work, hf.errors.OptionError, says) for name, (work, says) in NOT_VALID.items()},
+    **{name: (work, hf.CheckpointExistsError, says) for name, (work, says) in TAKEN.items()},
+    **OTHERS,
 }
 
 
@@ -226,12 +199,6 @@ def test_mistakes(mistake: str, things: Path) -> None:
     said = str(raised.value).replace(str(things), "~")
     assert message in said or re.search(message, said), said
     assert sorted(things.rglob("*")) == before
-
-
-def test_a_constructor_that_raises_says_whose_it_was() -> None:
-    with pytest.raises(ValueError, match="there is no display") as raised:
-        Broken.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Broken})
-    assert [note.partition(", called")[0] for note in raised.value.__notes__] == ["raised by the constructor of Broken"]
 
 
 class Part(Checkpointable):
@@ -249,10 +216,11 @@ class Loud(Checkpointable):
         raise ValueError("there is no display") from OSError("x11")
 
 
-def test_a_constructor_of_an_argument_that_raises(tmp_path: Path) -> None:
-    path = Around(Part()).save_to_path(tmp_path / "around")
+@pytest.mark.parametrize("kind", [Part, Around], ids=["the component", "an argument of it"])
+def test_a_constructor_that_raises_says_whose_it_was(kind: Any, tmp_path: Path) -> None:
+    path = (Around(Part()) if kind is Around else Part()).save_to_path(tmp_path / "x")
     with pytest.raises(ValueError, match="there is no display") as raised:
-        Around.from_checkpoint(path, renamed={f"{Part.__module__}:Part": Loud})
+        Checkpointable.from_checkpoint(path, allowed=[Around], renamed={f"{Part.__module__}:Part": Loud})
     assert raised.value.__notes__[0].startswith("raised by the constructor of Loud, called with the arguments in ")
     assert isinstance(raised.value.__cause__, OSError)
 
@@ -292,12 +260,3 @@ def test_what_does_not_fit_may_be_kept() -> None:
     assert policy.l1.weight.shape == (2, 5)
     assert not torch.equal(policy.l1.bias, bias)
     assert report.restored == ("(root)",)
-
-
-def test_arguments_of_rllib_are_explained(tmp_path: Path) -> None:
-    policy = Policy()
-    with pytest.raises(hf.errors.OptionError, match=r"filesystem=builtins\.object is neither"):
-        policy.save_to_path(tmp_path / "one", filesystem=object())
-    assert not (tmp_path / "one").exists()
-    with pytest.raises(hf.errors.OptionError, match=r"filesystem=builtins\.object is neither"):
-        policy.restore_from_path(policy.save_to_path(tmp_path / "one"), filesystem=object())
