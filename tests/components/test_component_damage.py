@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -223,6 +222,11 @@ def test_what_a_pattern_allows(saved: Path, name: str) -> None:
         Whole.from_checkpoint(saved, allowed=pattern)
 
 
+DEEP: Any = 1
+for _ in range(150):
+    DEEP = {"tuple": [DEEP]}
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -249,7 +253,7 @@ def test_what_a_pattern_allows(saved: Path, name: str) -> None:
         {"object": [f"{__name__}:remember", []]},
         {"enum": [f"{__name__}:remember", "NOW"]},
         {"partial": [5, [], []]},
-        functools.reduce(lambda inner, _: {"tuple": [inner]}, range(150)),
+        DEEP,
     ],
     ids=plain_id,
 )

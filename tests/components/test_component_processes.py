@@ -33,38 +33,20 @@ class Trainer(Checkpointable):
 together = partial(threads.together, COUNT)
 
 
-def test_process_0_saves_for_all(tmp_path: Path) -> None:
+def test_process_0_saves_for_all_and_each_what_is_its_own(tmp_path: Path) -> None:
     def work(one: Coordinator) -> Any:
         trainer = Trainer(one.process_index)
-        return [trainer.save_to_path(tmp_path / "x", overwrite=turn > 0, coordinator=one) for turn in range(2)]
-
-    assert together(work) == [[str(tmp_path / "x")] * 2] * COUNT
-    assert Trainer.from_checkpoint(tmp_path / "x").index == 0
-
-
-def test_all_learn_of_the_temporary_directory() -> None:
-    paths = together(lambda one: Trainer(one.process_index).save_to_path(coordinator=one))
-    assert len(set(paths)) == 1
-    assert Trainer.from_checkpoint(paths[0]).index == 0
-
-
-def test_process_0_may_save_by_itself_now_and_then(tmp_path: Path) -> None:
-    def work(one: Coordinator) -> Any:
-        trainer = Trainer(one.process_index)
-        if one.process_index == 0:
+        if one.process_index == 0:  # it may save by itself now and then
             trainer.save_to_path(tmp_path / "alone", coordinator=one)
-        return trainer.save_to_path(tmp_path / "all", coordinator=one)
+        paths = [trainer.save_to_path(tmp_path / "x", overwrite=turn > 0, coordinator=one) for turn in range(2)]
+        own = trainer.save_to_path(tmp_path / str(one.process_index), coordinator=hf.processes.Alone())
+        return [*paths, trainer.save_to_path(coordinator=one), own]
 
-    assert together(work) == [str(tmp_path / "all")] * COUNT
-
-
-def test_a_process_saves_what_is_its_own(tmp_path: Path) -> None:
-    def work(one: Coordinator) -> Any:
-        return Trainer(one.process_index).save_to_path(
-            tmp_path / str(one.process_index), coordinator=hf.processes.Alone()
-        )
-
-    assert [Trainer.from_checkpoint(path).index for path in together(work)] == [0, 1, 2]
+    found = together(work)
+    temporary = found[0][2]
+    assert found == [[str(tmp_path / "x")] * 2 + [temporary, str(tmp_path / str(index))] for index in range(COUNT)]
+    saved = [tmp_path / "x", temporary, *(tmp_path / str(index) for index in range(COUNT))]
+    assert [Trainer.from_checkpoint(path).index for path in saved] == [0, 0, 0, 1, 2]
 
 
 def test_a_failure_is_told_to_all(tmp_path: Path) -> None:
@@ -111,12 +93,12 @@ def test_real_processes(tmp_path: Path, backend: Backend) -> None:
 
 class Divided(Checkpointable):
     def __init__(self, weights: Any = None) -> None:
-        self.inner = Inner(weights)
-
-
-class Inner(Checkpointable):
-    def __init__(self, weights: Any) -> None:
         self.weights = weights
+
+
+class Around(Checkpointable):
+    def __init__(self, weights: Any = None) -> None:
+        self.inner = Divided(weights)
 
 
 def divided(process: Process, directory: str) -> list[str]:
@@ -127,7 +109,7 @@ def divided(process: Process, directory: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for number, placement in enumerate((Shard(0), Replicate())):
-        component = Divided(distribute_tensor(torch.arange(8.0), mesh, [placement]))
+        component = Around(distribute_tensor(torch.arange(8.0), mesh, [placement]))
         try:
             path = component.save_to_path(f"{directory}/{number}")
             found.append(str(hf.load(path)["inner"]["weights"].tolist()))

@@ -31,8 +31,6 @@ def layers(seed: int) -> torch.nn.Sequential:
 
 
 class PlainPolicy(torch.nn.Module):
-    """A module that is no component."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.net = layers(seed)
@@ -43,8 +41,6 @@ class TorchPolicy(Checkpointable, PlainPolicy):
 
 
 class TorchHolder(Checkpointable):
-    """A component that is no module, and holds one."""
-
     def __init__(self, seed: int) -> None:
         self.net = layers(seed)
 
@@ -151,8 +147,6 @@ class Learner(Checkpointable):
 
 
 class Alone(Checkpointable):
-    """Holds the optimizer, and not the policy."""
-
     def __init__(self, library: str, policy: Any) -> None:
         self.optimizer = LIBRARIES[library].optimizer(policy)
 
@@ -257,8 +251,6 @@ class Given(Checkpointable):
 
 
 class OptimizerAsComponent(Alias):
-    """Names the optimizer as a component."""
-
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         return [("policy", self.policy), ("optimizer", self.optimizer)]
 
@@ -330,7 +322,7 @@ def test_a_learner_saved_alone_goes_on_within_a_trainer(place: str) -> None:
     assert same(running.train(1), expected)
 
 
-def test_a_part_without_its_policy_is_not_complete(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_part_without_its_policy_is_not_complete_and_takes_one(place: str, caplog: pytest.LogCaptureFixture) -> None:
     trainer = ParentAndLearner("torch")
     trainer.train(2)
     path = trainer.save_to_path(place)
@@ -343,11 +335,6 @@ def test_a_part_without_its_policy_is_not_complete(place: str, caplog: pytest.Lo
     assert "in the program, not in the checkpoint (1): learner/policy" in caplog.text
     assert len(running.learner.optimizer.state) == 4
 
-
-def test_a_part_made_alone_takes_its_policy_as_an_argument(place: str) -> None:
-    trainer = ParentAndLearner("torch")
-    trainer.train(2)
-    path = trainer.save_to_path(place)
     policy = TorchPolicy.from_checkpoint(f"{path}/policy")
     learner = Learner.from_checkpoint(f"{path}/learner", policy=policy)
     found = LIBRARIES["torch"].values(policy, learner.optimizer)

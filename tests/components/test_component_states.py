@@ -175,8 +175,12 @@ def test_a_state_is_taken_back_where_another_is_refused(place: str) -> None:
 
 def test_only_classes_that_the_component_shows_come_back(place: str, caplog: pytest.LogCaptureFixture) -> None:
     Hidden = NamedTuple("Hidden", [("a", int)])  # noqa: UP014 - in a function, where no module names it
-    fake = type("CompletedProcess", (NamedTuple("Dangerous", [("a", int)]),), {"__module__": "subprocess"})
-    path = holding([Hidden(1), fake(2)]).save_to_path(place)
+
+    class CompletedProcess(NamedTuple):
+        a: int
+
+    CompletedProcess.__module__ = "subprocess"
+    path = holding([Hidden(1), CompletedProcess(2)]).save_to_path(place)
     showing = holding([Hidden(0)])
     showing.restore_from_path(path)
     assert type(showing.part.held[0]) is Hidden
