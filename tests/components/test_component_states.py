@@ -179,7 +179,7 @@ def test_only_classes_that_the_component_shows_come_back(place: str, caplog: pyt
     class CompletedProcess(NamedTuple):
         a: int
 
-    CompletedProcess.__module__ = "subprocess"
+    CompletedProcess.__module__, CompletedProcess.__qualname__ = "subprocess", "CompletedProcess"
     path = holding([Hidden(1), CompletedProcess(2)]).save_to_path(place)
     showing = holding([Hidden(0)])
     showing.restore_from_path(path)
