@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,33 +67,6 @@ def test_slots_are_keyed_by_paths(place: str) -> None:
     assert loaded["optimizer"]["slots"]["net"]["l1"]["bias"]["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
 
 
-@pytest.mark.parametrize("order", ["parameter", "optimizer"])
-def test_slots_are_restored_before_the_first_step_in_either_order(place: str, order: str) -> None:
-    net = Net("l1")
-    optimizer = trained(net)
-    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
-    other = Net("l1")
-    fresh = torch.optim.Adam(other.parameters(), lr=0.5)
-    checkpoint = graph.Checkpoint()
-    status = checkpoint.restore(path)
-    if order == "parameter":
-        checkpoint.net = other
-        assert not fresh.state
-        checkpoint.optimizer = fresh
-    else:
-        checkpoint.optimizer = fresh
-        checkpoint.net = other
-    status.assert_consumed()
-    assert moments(other, fresh) == moments(net, optimizer)
-    assert fresh.param_groups[0]["lr"] == 0.1
-    for one in (net, other):
-        for parameter in one.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    fresh.step()
-    assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("order", "saved", "live", "rates"),
     [
@@ -124,15 +98,6 @@ def test_moments_and_options_follow_the_parameters(
     else:  # Options of several groups do not become those of one.
         assert "optimizer/groups/0/lr" in status.report.missing
     status.expect_partial()
-
-
-def test_how_an_optimizer_computes_is_up_to_the_program(place: str) -> None:
-    net, other = Net("a"), Net("a")
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.3, foreach=True)
-    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
-    fresh = torch.optim.Adam(other.parameters(), lr=0.1, foreach=False)
-    graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
-    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["foreach"]) == (0.3, False)
 
 
 def test_slots_are_saved_with_their_parameters_only(place: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,51 +179,46 @@ def test_slots_of_many_parameters_that_are_attached_late(place: str) -> None:
     assert [float(fresh.state[one]["momentum_buffer"]) for one in late] == list(map(float, range(100)))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
-def test_every_kind_of_optimizer_resumes(place: str, kind: Any) -> None:
-    net, other = Net("a"), Net("a")
+@pytest.mark.parametrize("first", ["net", "optimizer"])
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "RMSprop", "Adagrad", "LBFGS"])
+def test_every_kind_of_optimizer_resumes_whatever_is_attached_first(place: str, kind: str, first: str) -> None:
+    def program(rate: float, **options: Any) -> dict[str, Any]:
+        net = Net("a")
+        optimizer = getattr(torch.optim, kind)(net.parameters(), lr=rate, **options)
+        return {"net": net, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
-    def optimizer_of(net: torch.nn.Module) -> Any:
-        return kind(net.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-
-    def step(net: torch.nn.Module, optimizer: Any) -> None:
+    def step(program: dict[str, Any]) -> None:
         def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = sum((parameter**2).sum() for parameter in net.parameters())
-            assert isinstance(loss, torch.Tensor)
+            program["optimizer"].zero_grad()
+            loss = torch.stack([(parameter**2).sum() for parameter in program["net"].parameters()]).sum()
             torch.autograd.backward(loss)
             return loss
 
-        optimizer.step(closure)
+        program["optimizer"].step(closure)
+        program["scheduler"].step()
 
-    optimizer, fresh = optimizer_of(net), optimizer_of(other)
-    step(net, optimizer)
-    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
-    graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
-    step(net, optimizer)
-    step(other, fresh)
-    assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
-
-
-def test_schedulers_have_a_state(place: str) -> None:
-    net = Net("a")
-    optimizer = trained(net)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    scheduler.step()
-    path = graph.Checkpoint(net=net, optimizer=optimizer, scheduler=scheduler).save(f"{place}/ckpt")
-    other = Net("a")
-    fresh = torch.optim.Adam(other.parameters(), lr=3.0)
-    late = torch.optim.lr_scheduler.StepLR(fresh, 1)
-    graph.Checkpoint(net=other, optimizer=fresh, scheduler=late).restore(path).assert_consumed()
-    assert late.last_epoch == 1
-    assert fresh.param_groups[0]["lr"] == pytest.approx(0.01)
+    # How an optimizer computes is up to the program, all else comes from the checkpoint.
+    how = {"foreach": kind != "SGD"} if kind != "LBFGS" else {}
+    state = {"momentum": 0.9} if kind == "SGD" else {}
+    saved, fresh = program(0.1, **how, **state), program(0.5, **{name: not value for name, value in how.items()})
+    step(saved)
+    path = graph.Checkpoint(**saved).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint()
+    status = checkpoint.restore(path)
+    for name in sorted(fresh, key=lambda name: name != first):
+        setattr(checkpoint, name, fresh[name])
+    status.assert_consumed()
+    group = fresh["optimizer"].param_groups[0]
+    assert (group["lr"], fresh["scheduler"].last_epoch) == (pytest.approx(0.01), 1)
+    assert {name: group[name] for name in how} == {name: not value for name, value in how.items()}
+    for one in (saved, fresh):
+        step(one)
+    assert all(map(torch.equal, saved["net"].parameters(), fresh["net"].parameters()))
 
 
 class Flax(nnx.Module):
     a: nnx.Linear
     b: nnx.Linear
-    head: nnx.Linear
     l1: nnx.Linear
 
     def __init__(self, seed: int, names: tuple[str, ...] = ("a", "b")) -> None:
@@ -275,46 +235,46 @@ def nnx_trained(net: nnx.Module) -> Any:
 
 
 def test_moments_of_nnx_have_the_paths_of_their_parameters(place: str) -> None:
-    net = Flax(0)
-    optimizer = nnx_trained(net)
+    net, other = Flax(0), Flax(1, ("b", "a"))
+    optimizer, fresh = nnx_trained(net), nnx.Optimizer(other, optax.adam(0.1), wrt=nnx.Param)
     path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
     assert "optimizer/opt_state/0/mu/a/kernel" in {leaf.path for leaf in hf.describe(path)}
-    other = Flax(1, ("b", "a"))
-    fresh = nnx.Optimizer(other, optax.adam(0.1), wrt=nnx.Param)
     graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
     for name in "ab":
-        np.testing.assert_array_equal(
-            fresh.opt_state[0].mu[name]["kernel"][...], optimizer.opt_state[0].mu[name]["kernel"][...]
-        )
+        moments = [one.opt_state[0].mu[name]["kernel"][...] for one in (fresh, optimizer)]
+        np.testing.assert_array_equal(*moments)
         np.testing.assert_array_equal(getattr(other, name).kernel[...], getattr(net, name).kernel[...])
     assert int(fresh.step[...]) == 1
 
-
-def test_moments_of_nnx_and_optax_without_their_parameters(place: str) -> None:
-    optimizer, fresh = nnx_trained(Flax(0)), nnx.Optimizer(Flax(1), optax.adam(0.1), wrt=nnx.Param)
     opt_state = optax.adam(0.1).init({"w": jnp.ones(3)})
     opt_state = (opt_state[0]._replace(mu={"w": jnp.ones(3)}), *opt_state[1:])
-    path = graph.Checkpoint(optimizer=optimizer, opt_state=opt_state).save(f"{place}/ckpt")
-    other = graph.Checkpoint(optimizer=fresh, opt_state=optax.adam(0.1).init({"w": jnp.zeros(3)}))
-    other.restore(path).assert_consumed()
-    moments = [one.opt_state[0].mu["a"]["kernel"][...] for one in (fresh, optimizer)]
-    np.testing.assert_array_equal(*moments)
-    assert other.opt_state[0].mu["w"].tolist() == [1, 1, 1]
-    assert isinstance(other.opt_state[0], optax.ScaleByAdamState)
+    path = graph.Checkpoint(optimizer=optimizer, opt_state=opt_state).save(f"{place}/without_parameters")
+    fresh = nnx.Optimizer(Flax(1), optax.adam(0.1), wrt=nnx.Param)
+    checkpoint = graph.Checkpoint(optimizer=fresh, opt_state=optax.adam(0.1).init({"w": jnp.zeros(3)}))
+    checkpoint.restore(path).assert_consumed()
+    np.testing.assert_array_equal(fresh.opt_state[0].mu["a"]["kernel"], optimizer.opt_state[0].mu["a"]["kernel"])
+    assert checkpoint.opt_state[0].mu["w"].tolist() == [1, 1, 1]
+    assert isinstance(checkpoint.opt_state[0], optax.ScaleByAdamState)
 
 
-def test_a_train_state_is_replaced_where_it_hangs(place: str) -> None:
+def test_a_train_state_is_replaced_wherever_it_hangs(place: str) -> None:
     def make(value: float) -> Any:
-        params = {"kernel": jnp.full((2, 2), value)}
+        params = {"kernel": jnp.full(2, value)}
         return create_state(apply_fn=lambda x: x, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
-    path = graph.Checkpoint(states=[make(1.0)], key=jax.random.key(3)).save(f"{place}/ckpt")
+    saved = make(1.0).apply_gradients(grads={"kernel": jnp.ones(2)})
+    path = graph.Checkpoint(one=saved, states=[saved], key=jax.random.key(3)).write(f"{place}/ckpt")
+    paths = [leaf.path for leaf in hf.describe(path)]
+    assert paths == ["one/step", "one/params/kernel", "one/opt_state/0/trace/kernel", "key"]
     first = make(0.0)
-    checkpoint = graph.Checkpoint(states=[first], key=jax.random.key(0))
-    checkpoint.restore(path).assert_consumed()
-    assert first.params["kernel"].tolist() == [[0, 0], [0, 0]]
-    assert checkpoint.states[0].params["kernel"].tolist() == [[1, 1], [1, 1]]
-    assert checkpoint.states[0].tx is first.tx
+    checkpoint = graph.Checkpoint(one=first, states=[first], key=jax.random.key(0))
+    checkpoint.read(path).assert_consumed()
+    assert first.params["kernel"].tolist() == [0, 0]
+    for found in (checkpoint.one, *checkpoint.states):
+        assert found.tx is first.tx
+        assert int(found.step) == 1
+        for one, other in ((found.params, saved.params), (found.opt_state[0].trace, saved.opt_state[0].trace)):
+            np.testing.assert_array_equal(one["kernel"], other["kernel"])
     assert jax.random.key_data(checkpoint.key).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
 
 
@@ -350,20 +310,6 @@ def test_a_loop_whose_module_has_not_run_learns_it_from_the_save(place: str) -> 
         train()
 
 
-def test_modules_of_nnx_that_are_built_later(place: str) -> None:
-    path = graph.Checkpoint(net=Flax(0, ("a", "head"))).save(f"{place}/ckpt")
-    net = Flax(1, ("a",))
-    status = graph.Checkpoint(net=net).restore(path)
-    with pytest.raises(AssertionError, match="net/head/kernel"):
-        status.assert_consumed()
-    net.head = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
-    trained_since = net.a.kernel[...] + 1
-    nnx_assign(net.a.kernel, trained_since)
-    status.try_complete().assert_consumed()
-    assert (net.head.kernel[...] == nnx.Linear(2, 2, rngs=nnx.Rngs(0)).kernel[...]).all()
-    assert (net.a.kernel[...] == trained_since).all()
-
-
 def built_late(library: str, place: str) -> tuple[graph.Checkpoint, graph.RestoreStatus, Callable[[], Any], Any]:
     """Restore a net, then build and train its second layer where no restore can see it.
 
@@ -377,16 +323,8 @@ def built_late(library: str, place: str) -> tuple[graph.Checkpoint, graph.Restor
         status = checkpoint.restore(path)
         arrays["b"] = np.full(2, 7.0)
         return checkpoint, status, lambda: arrays["b"].tolist(), [1.0, 1.0]
-    if library == "nnx":
-        path = graph.Checkpoint(net=Flax(0)).save(f"{place}/ckpt")
-        late = Flax(1, ("a",))
-        checkpoint = graph.Checkpoint(net=late)
-        status = checkpoint.restore(path)
-        late.b = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
-        return checkpoint, status, lambda: late.b.kernel[...].tolist(), Flax(0).b.kernel[...].tolist()
-    saved = Net("a", "b")
+    saved, net = Net("a", "b"), Net("a")
     path = graph.Checkpoint(net=saved, optimizer=trained(saved)).save(f"{place}/ckpt")
-    net = Net("a")
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     checkpoint = graph.Checkpoint(net=net, optimizer=optimizer)
     status = checkpoint.restore(path)
@@ -397,7 +335,7 @@ def built_late(library: str, place: str) -> tuple[graph.Checkpoint, graph.Restor
     return checkpoint, status, lambda: net.b.weight.tolist(), saved.b.weight.tolist()
 
 
-@pytest.mark.parametrize("library", ["torch", "nnx", "numpy"])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
 @pytest.mark.parametrize("choice", ["try_complete", "assert_existing_objects_matched", "expect_partial", "restore"])
 def test_a_save_overwrites_nothing_that_was_built_since(
     place: str, library: str, choice: str, caplog: pytest.LogCaptureFixture
@@ -428,7 +366,8 @@ def test_a_partial_restore_warns_of_objects_built_since(place: str, caplog: pyte
     checkpoint = graph.Checkpoint(net=net)
     status = checkpoint.restore(path, partial=True)
     net.b = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
-    before = net.b.kernel[...].tolist()
+    before, trained_since = net.b.kernel[...].tolist(), net.a.kernel[...] + 1
+    nnx_assign(net.a.kernel, trained_since)
     for _ in range(2):
         checkpoint.save(f"{place}/ckpt")
     (record,) = caplog.records
@@ -436,6 +375,7 @@ def test_a_partial_restore_warns_of_objects_built_since(place: str, caplog: pyte
     assert net.b.kernel[...].tolist() == before
     status.try_complete()
     assert net.b.kernel[...].tolist() == Flax(0).b.kernel[...].tolist() != before
+    assert (net.a.kernel[...] == trained_since).all()
 
 
 def test_modules_that_torch_does_not_see(place: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -451,25 +391,6 @@ def test_modules_that_torch_does_not_see(place: str, caplog: pytest.LogCaptureFi
         path = graph.Checkpoint(net=Holder()).write(f"{place}/ckpt")
     assert [leaf.path for leaf in hf.describe(path)] == ["net/kept", "net/layers/0/weight", "net/layers/0/bias"]
     assert "state_dict() does not include" in caplog.text
-
-
-def test_extra_state_of_torch_modules(place: str) -> None:
-    class Counting(torch.nn.Module):
-        def __init__(self, count: int) -> None:
-            super().__init__()
-            self.count = count
-
-        def get_extra_state(self) -> Any:
-            return {"count": self.count, "t": torch.ones(2, dtype=torch.bfloat16)}
-
-        def set_extra_state(self, state: Any) -> None:
-            assert state["t"].dtype == torch.bfloat16
-            self.count = state["count"]
-
-    path = graph.Checkpoint(net=Counting(4)).save(f"{place}/ckpt")
-    net = Counting(0)
-    graph.Checkpoint(net=net).restore(path).assert_consumed()
-    assert net.count == 4
 
 
 def test_shared_weights_are_saved_once(place: str) -> None:
@@ -497,30 +418,18 @@ def test_from_torch_to_nnx(place: str) -> None:
         checkpoint.restore(path, rename={"net.l1": ("net.l2", np.transpose)})
 
 
-def test_objects_that_are_no_longer_needed_are_freed(place: str) -> None:
-    import weakref
-
+def test_objects_that_are_no_longer_needed_are_freed_and_the_asserts_stay(place: str) -> None:
     path = graph.Checkpoint(net=Net("a")).save(f"{place}/ckpt")
     net = Net("a")
     watch = weakref.ref(net.a.weight)
     checkpoint = graph.Checkpoint(net=net)
-    checkpoint.restore(path)
+    status = checkpoint.restore(path)
     del net, checkpoint
     gc.collect()
+    status.assert_consumed()
+    del status
+    gc.collect()
     assert watch() is None
-
-
-def test_one_immutable_object_at_two_places(place: str) -> None:
-    def make(value: float) -> Any:
-        return create_state(apply_fn=None, params={"w": jnp.full(2, value)}, tx=optax.sgd(0.1))
-
-    shared = make(1.0)
-    path = graph.Checkpoint(one=shared, other=[shared]).write(f"{place}/x")
-    assert [leaf.path for leaf in hf.describe(path)] == ["one/step", "one/params/w"]
-    live = make(0.0)
-    checkpoint = graph.Checkpoint(one=live, other=[live])
-    checkpoint.read(path).assert_consumed()
-    assert checkpoint.one.params["w"].tolist() == checkpoint.other[0].params["w"].tolist() == [1, 1]
 
 
 def test_an_immutable_object_that_holds_itself(place: str) -> None:
@@ -550,17 +459,9 @@ def test_containers_of_nnx(place: str) -> None:
 
     live = Holder(1.0)
     path = graph.Checkpoint(net=live).write(f"{place}/x")
-    shapes = {leaf.path: leaf.shape[0] for leaf in hf.describe(path)}
-    assert shapes == {
-        "net/blocks/0": 2,
-        "net/blocks/1": 3,
-        "net/named/a": 4,
-        "net/raw": 5,
-        "net/pair/0": 6,
-        "net/pair/1": 7,
-    }
+    paths = ["blocks/0", "blocks/1", "named/a", "raw", "pair/0", "pair/1"]
+    assert {leaf.path: leaf.shape for leaf in hf.describe(path)} == {f"net/{p}": (n,) for n, p in enumerate(paths, 2)}
     other = Holder(0.0)
-    checkpoint = graph.Checkpoint(net=other)
-    checkpoint.read(path).assert_consumed()
+    graph.Checkpoint(net=other).read(path).assert_consumed()
     for one, two in zip(jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(live)), strict=True):
         np.testing.assert_array_equal(one, two)

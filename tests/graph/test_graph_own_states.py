@@ -150,6 +150,17 @@ class Sparse(torch.nn.Module):
         self.register_buffer("coo", (torch.eye(3) * torch.rand(1)).to_sparse())
 
 
+class Extra(torch.nn.Module):
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "tensor": torch.ones(2, dtype=torch.bfloat16)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["tensor"].dtype == torch.bfloat16
+        self.seen = state["seen"]
+
+
 def count(program: Program) -> None:
     for module in program["model"].modules():
         if hasattr(module, "seen"):
@@ -184,8 +195,7 @@ def channels_last() -> torch.nn.Module:
 def quantized() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     quantize: Any = torch.ao.quantization.quantize_dynamic
-    found: torch.nn.Module = quantize(model, {torch.nn.Linear})
-    return found
+    return quantize(model, {torch.nn.Linear})  # type: ignore[no-any-return]
 
 
 MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Program], None]]] = {
@@ -195,6 +205,7 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Program], None
     "parts in a part": (lambda: torch.nn.Sequential(torch.nn.Sequential(Part(), Part()), Hooked()), count),
     "hooks": (Hooked, count),
     "hooks in another module": (lambda: torch.nn.Sequential(Hooked(), torch.nn.BatchNorm1d(2)), count),
+    "an extra state": (lambda: torch.nn.Sequential(Extra()), count),
     "a buffer that grows": (lambda: torch.nn.Sequential(Bank()), grow),
     "a metric": (Metric, observe),
     "a metric in another module": (with_metric, observe),
