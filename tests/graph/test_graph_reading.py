@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import os
 import random
-import subprocess
-import sys
+import re
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.versions import nnx_assign
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.engine.checkpoint import commit
 from holdfast.integrations.graph import GraphCheckpointHandler, capture, walk
 
 # ---- values that do not fit
@@ -109,51 +110,50 @@ def test_a_reader_has_names_shapes_dtypes_and_values(saved: str) -> None:
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         assert reader.path == f"{saved}/ckpt-1"
         assert shapes.keys() == dtypes.keys()
-        assert shapes["net/bias"] == [3]
-        assert dtypes["net/bias"] == np.float32
-        assert shapes["save_counter"] == []
-        assert dtypes["name"] is None
-        assert reader.get_tensor("alias/b").tolist() == [0, 1, 2]
-        assert reader.get_tensor("net.bias").tolist() == [0, 1, 2]
+        assert (shapes["net/bias"], shapes["save_counter"]) == ([3], [])
+        assert (dtypes["net/bias"], dtypes["name"]) == (np.float32, None)
         assert reader.get_tensor("name") == "text"
         assert reader.get_tensor("iterator") == np.random.default_rng(3).bit_generator.state
         assert reader.get_tensor("iterator/bit_generator") == "PCG64"
         assert all(reader.has_tensor(path) for path in shapes)
         assert "alias/b" not in shapes
-        assert reader.has_tensor("alias/b")
-        assert not reader.has_tensor("net")
-        with pytest.raises(hf.errors.ObjectNotFoundError, match="nat/bias"):
-            reader.get_tensor("nat/bias")
         leads = {"net/bias": True, "alias/b": True, "odd/a.Sb.Sc": True, "net": False, "nat/b": False}
         for name, there in leads.items():
             assert reader.has_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE") is there
-        assert reader.get_tensor("alias/b/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [0, 1, 2]
-        with pytest.raises(hf.errors.ObjectNotFoundError, match=r"nat/b/\.ATTRIBUTES"):
-            reader.get_tensor("nat/b/.ATTRIBUTES/VARIABLE_VALUE")
+        for name in ("alias/b", "net.bias", "alias/b/.ATTRIBUTES/VARIABLE_VALUE"):
+            assert reader.get_tensor(name).tolist() == [0, 1, 2]
+        for name in ("nat/bias", "nat/b/.ATTRIBUTES/VARIABLE_VALUE"):
+            with pytest.raises(hf.errors.ObjectNotFoundError, match=re.escape(name)):
+                reader.get_tensor(name)
+        odd = {path: shape for path, shape in shapes.items() if path.startswith("odd/")}
+        assert sorted(shape[0] for shape in odd.values()) == [1, 2, 3, 4, 5]
+        assert all(reader.get_tensor(path).shape == tuple(shape) for path, shape in odd.items())
+    with pytest.raises(hf.CheckpointNotFoundError):
+        graph.load_checkpoint(f"{saved}/nothing")
 
-
-def test_a_name_of_tensorflow_leads_to_what_an_optimizer_keeps(place: str) -> None:
     net = torch.nn.Linear(1, 1)
     adam = torch.optim.Adam(net.parameters())
     net(torch.ones(1)).backward()
     adam.step()
-    reader = graph.load_checkpoint(graph.Checkpoint(net=net, adam=adam).save(f"{place}/slots"))
+    reader = graph.load_checkpoint(graph.Checkpoint(net=net, adam=adam).save(f"{saved}/slots"))
     name = "net/weight/.OPTIMIZER_SLOT/adam/exp_avg/.ATTRIBUTES/VARIABLE_VALUE"
     assert reader.get_tensor(name) == adam.state[net.weight]["exp_avg"]
 
 
-def test_a_reader_of_nothing_is_an_error(saved: str) -> None:
-    with pytest.raises(hf.CheckpointNotFoundError):
-        graph.load_checkpoint(f"{saved}/nothing")
-
-
-def test_names_with_slashes_and_dots_come_back(saved: str) -> None:
-    reader = graph.load_checkpoint(saved)
-    odd = {path: shape for path, shape in reader.get_variable_to_shape_map().items() if path.startswith("odd/")}
-    assert sorted(shape[0] for shape in odd.values()) == [1, 2, 3, 4, 5]
-    assert all(reader.get_tensor(path).shape == tuple(shape) for path, shape in odd.items())
-    loaded = hf.load(f"{saved}/ckpt-1", select="odd/*")["odd"]
-    assert {key: len(value) for key, value in loaded.items()} == {"a/b/c": 1, "c/": 2, ".S": 3, "slots": 4, "": 5}
+def test_other_readers_read_a_graph(saved: str) -> None:
+    assert hf.verify(saved).ok
+    loaded = hf.load(saved)
+    assert (loaded["net"]["bias"].tolist(), loaded["name"]) == ([0, 1, 2], "text")
+    assert {key: len(value) for key, value in loaded["odd"].items()} == {
+        "a/b/c": 1,
+        "c/": 2,
+        ".S": 3,
+        "slots": 4,
+        "": 5,
+    }
+    assert [found.step for found in hf.list_checkpoints(saved)] == [1]
+    part = hf.load(f"{saved}/ckpt-1", like={"net": {"bias": torch.zeros(3)}}, select="net/**")
+    assert part["net"]["bias"].tolist() == [0, 1, 2]
 
 
 def test_a_reader_has_children_types_and_shared_objects(saved: str) -> None:
@@ -166,22 +166,15 @@ def test_a_reader_has_children_types_and_shared_objects(saved: str) -> None:
         view.children("nat")
 
 
-def test_load_verify_and_list_read_a_graph(saved: str) -> None:
-    assert hf.verify(saved).ok
-    loaded = hf.load(saved)
-    assert loaded["net"]["bias"].tolist() == [0, 1, 2]
-    assert loaded["name"] == "text"
-    assert [found.step for found in hf.list_checkpoints(saved)] == [1]
-    part = hf.load(f"{saved}/ckpt-1", like={"net": {"bias": torch.zeros(3)}}, select="net/**")
-    assert part["net"]["bias"].tolist() == [0, 1, 2]
-
-
 def test_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
-    hf.save(f"{place}/tree", {"net": {"layers": [np.ones(2), np.ones(3)]}, "step": 4})
-    checkpoint = graph.Checkpoint(net=graph.Node(layers=[np.zeros(2), np.zeros(3)]), step=0)
-    checkpoint.read(f"{place}/tree").assert_consumed()
-    assert checkpoint.step == 4
-    assert graph.load_checkpoint(f"{place}/tree").get_tensor("net/layers/1").tolist() == [1, 1, 1]
+    layers = [np.ones(2), np.ones(3)]
+    hf.save(place, {"net": {"layers": layers}, "history": [1.0, 2.0], "pairs": {"a": (1, 2)}, "named": {"x": 1}})
+    checkpoint = graph.Checkpoint(net=graph.Node(layers=[np.zeros(2), np.zeros(3)]), history=[], pairs={}, named=[])
+    status = checkpoint.read(place)
+    assert (checkpoint.history, checkpoint.pairs, checkpoint.named) == ([1.0, 2.0], {"a": (1, 2)}, [])
+    assert [layer.tolist() for layer in checkpoint.net.layers] == [[1, 1], [1, 1, 1]]
+    assert status.expect_partial().report.pending == ("named/x",)
+    assert graph.load_checkpoint(place).get_tensor("net/layers/1").tolist() == [1, 1, 1]
 
 
 # ---- saves in the background
@@ -236,10 +229,6 @@ def test_an_error_of_a_save_in_the_background_is_raised_once(tmp_path: Path, mon
 
 
 def test_the_newest_checkpoint_is_the_newest_committed_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
-    from holdfast.engine.checkpoint import commit
-
     gate = threading.Event()
     write_record = commit.write_record
 
@@ -259,53 +248,6 @@ def test_the_newest_checkpoint_is_the_newest_committed_one(place: str, monkeypat
 
 
 # ---- crashes and damage
-
-MOMENTS = (0, 3, 6, 9)
-KILLED = """
-import os, sys
-import numpy as np
-from holdfast import graph
-
-def deadly(real):
-    def call(*arguments, **keywords):
-        global calls
-        calls += 1
-        if calls > moment:
-            os._exit(9)
-        return real(*arguments, **keywords)
-    return call
-
-for moment in map(int, sys.argv[2:]):
-    if os.fork():
-        print(os.waitstatus_to_exitcode(os.wait()[1]))
-        continue
-    checkpoint = graph.Checkpoint(w=np.zeros(1000))
-    manager = graph.CheckpointManager(checkpoint, f"{sys.argv[1]}/{moment}", 3)
-    manager.restore_or_initialize()
-    manager.save()
-    calls = 0
-    for name in ("fsync", "replace", "mkdir", "unlink"):
-        setattr(os, name, deadly(getattr(os, name)))
-    checkpoint.w[...] = 1
-    manager.save()
-    os._exit(0)
-"""
-
-
-def test_a_crash_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, MOMENTS)]
-    codes = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    for moment, code in zip(MOMENTS, codes, strict=True):
-        run = tmp_path / str(moment)
-        assert code in ("0", "9"), moment
-        checkpoint = graph.Checkpoint(w=np.full(1000, 7.0))
-        with graph.CheckpointManager(checkpoint, run, 3) as manager:
-            latest = manager.restore_or_initialize()
-            assert latest in [str(run / f"ckpt-{number}") for number in ((1, 2) if code == "9" else (2,))], moment
-            assert set(checkpoint.w) == {float(checkpoint.save_counter - 1)}
-            assert hf.verify(latest or "").ok
-            manager.save()
-            assert hf.verify(run).ok
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
@@ -385,16 +327,14 @@ def test_the_manager_falls_back_to_the_newest_whole_checkpoint(tmp_path: Path) -
 
 
 def test_data_files_have_the_size_of_the_layout(tmp_path: Path) -> None:
-    limit = 8192
-    arrays = {"a": np.arange(5000.0), "b": np.arange(300.0), "c": np.arange(900.0)}
-    layout = hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=limit)
-    path = graph.Checkpoint(**arrays).write(tmp_path / "x", layout=layout)
+    layout = hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=8192)
+    path = graph.Checkpoint(w=np.arange(6000.0)).write(tmp_path / "x", layout=layout)
     sizes = [file.stat().st_size for file in (Path(path) / "state" / "d").iterdir() if file.name != "index"]
     assert len(sizes) > 5
-    assert max(sizes) <= limit
-    zeros = {name: np.zeros_like(array) for name, array in arrays.items()}
-    graph.Checkpoint(**zeros).read(path).assert_consumed()
-    assert all(np.array_equal(zeros[name], arrays[name]) for name in arrays)
+    assert max(sizes) <= 8192
+    w = np.zeros(6000)
+    graph.Checkpoint(w=w).read(path).assert_consumed()
+    assert np.array_equal(w, np.arange(6000.0))
 
 
 # ---- objects of every kind
@@ -411,46 +351,30 @@ class Trainer:
         self.generator = np.random.default_rng(seed)
         self.random = random.Random(seed)
         self.best = (seed, np.full(2, float(seed)))
-        self.log = open(os.devnull)  # noqa: SIM115 - cannot be saved, and is not
+        self.log = iter(())  # which cannot be saved
         self.on_step = print
         self.big = 1 << 200 + seed
         self.parent = self
 
 
-def test_untracked_attributes_of_a_base_stay_untracked(place: str) -> None:
-    class Derived(Trainer):
-        __untracked__ = ("cache",)
+class Derived(Trainer):
+    __untracked__ = ("cache",)
 
-        def __init__(self) -> None:
-            super().__init__(1)
-            self.cache = np.ones(3)
-
-    trainer = Derived()
-    try:
-        names = graph.load_checkpoint(graph.Checkpoint(trainer=trainer).save(f"{place}/ckpt")).graph.children("trainer")
-    finally:
-        trainer.log.close()
-    assert not {"cache", "log"} & set(names)
-    assert "weights" in names
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.cache = np.full(3, seed)
 
 
 def test_plain_objects(place: str) -> None:
-    one, other = Trainer(1), Trainer(2)
-    try:
-        one.generator.normal(), one.random.random()
-        path = graph.Checkpoint(trainer=one).save(f"{place}/ckpt")
-        graph.Checkpoint(trainer=other).restore(path).assert_consumed()
-        assert other.weights.tolist() == one.weights.tolist()
-        assert other.history == one.history
-        assert other.generator.normal() == one.generator.normal()
-        assert other.random.random() == one.random.random()
-        assert other.best[0] == 1
-        assert other.best[1].tolist() == [1, 1]
-        assert other.big == one.big
-        assert set(hf.load(path)["trainer"]["history"]) == {"loss", 7, 1}
-    finally:
-        one.log.close()
-        other.log.close()
+    one, other = Derived(1), Derived(2)
+    one.generator.normal(), one.random.random()
+    path = graph.Checkpoint(trainer=one).save(f"{place}/ckpt")
+    graph.Checkpoint(trainer=other).restore(path).assert_consumed()
+    assert (other.weights.tolist(), other.history, other.big) == (one.weights.tolist(), one.history, one.big)
+    assert (other.generator.normal(), other.random.random()) == (one.generator.normal(), one.random.random())
+    assert (other.best[0], other.best[1].tolist(), other.cache.tolist()) == (1, [1, 1], [2, 2, 2])
+    assert set(hf.load(path)["trainer"]["history"]) == {"loss", 7, 1}
+    assert not {"cache", "log"} & set(graph.load_checkpoint(path).graph.children("trainer"))
 
 
 def test_a_flat_state_dict_is_a_tree_of_modules(place: str, tmp_path: Path) -> None:
@@ -472,15 +396,6 @@ def test_a_flat_state_dict_is_a_tree_of_modules(place: str, tmp_path: Path) -> N
     assert {path: reader.get_tensor(path) for path in reader.get_variable_to_shape_map()} == odd
 
 
-def test_lists_of_a_plain_tree(place: str) -> None:
-    hf.save(place, {"history": [1.0, 2.0], "pairs": {"a": (1, 2)}, "named": {"x": 1}})
-    checkpoint = graph.Checkpoint(history=[], pairs={}, named=[])
-    status = checkpoint.read(place)
-    assert (checkpoint.history, checkpoint.pairs, checkpoint.named) == ([1.0, 2.0], {"a": (1, 2)}, [])
-    assert status.report.pending == ("named/x",)
-    status.expect_partial()
-
-
 def test_namespaces_and_enumerations(place: str) -> None:
     class Color(enum.Enum):
         RED = "red"
@@ -490,36 +405,29 @@ def test_namespaces_and_enumerations(place: str) -> None:
         LOW = 1
         HIGH = 2
 
-    def make(name: str, level: Level) -> Any:
-        return types.SimpleNamespace(name=name, level=level)
-
-    path = graph.Checkpoint(space=make("a", Level.HIGH)).save(f"{place}/x")
-    checkpoint = graph.Checkpoint(space=make("b", Level.LOW))
-    checkpoint.restore(path).assert_consumed()
-    assert checkpoint.space.name == "a"
-    assert checkpoint.space.level is Level.HIGH
-
-    path = graph.Checkpoint(color=Color.RED, space=make("a", Level.HIGH)).save(f"{place}/x")
-    checkpoint = graph.Checkpoint(color=Color.BLUE, space=make("b", Level.LOW))
-    checkpoint.restore(path).assert_consumed()
-    assert checkpoint.color is Color.RED
-
     class Phase(enum.Flag):
         WARM = 1
         DECAY = 2
 
-    both, neither = Phase.WARM | Phase.DECAY, Phase(0)
-    path = graph.Checkpoint(first=both, second=neither, third=Phase.DECAY).save(f"{place}/x")
-    checkpoint = graph.Checkpoint(first=neither, second=both, third=neither)
-    checkpoint.restore(path).assert_consumed()
-    assert (checkpoint.first, checkpoint.second, checkpoint.third) == (both, neither, Phase.DECAY)
-
-    path = graph.Checkpoint(color=Color.RED, space=make("a", Level.HIGH)).save(f"{place}/x")
-
     class Fewer(enum.Enum):
         BLUE = "blue"
 
-    checkpoint = graph.Checkpoint(color=Fewer.BLUE, space=make("b", Level.LOW))
+    both, neither = Phase.WARM | Phase.DECAY, Phase(0)
+    saved = graph.Checkpoint(space=types.SimpleNamespace(name="a", level=Level.HIGH), color=Color.RED)
+    saved.one, saved.two, saved.three = both, neither, Phase.DECAY
+    path = saved.save(f"{place}/x")
+
+    def fresh(color: Any) -> graph.Checkpoint:
+        space = types.SimpleNamespace(name="b", level=Level.LOW)
+        return graph.Checkpoint(space=space, color=color, one=neither, two=both, three=neither)
+
+    checkpoint = fresh(Color.BLUE)
+    checkpoint.restore(path).assert_consumed()
+    assert (checkpoint.space.name, checkpoint.space.level) == ("a", Level.HIGH)
+    assert type(checkpoint.space.level) is Level
+    assert checkpoint.color is Color.RED
+    assert (checkpoint.one, checkpoint.two, checkpoint.three) == (both, neither, Phase.DECAY)
+    checkpoint = fresh(Fewer.BLUE)
     with pytest.raises(hf.TreeMismatchError, match=r"color: expected a member .*Fewer \(program: BLUE\), found 'RED'"):
         checkpoint.restore(path)
     assert (checkpoint.color, checkpoint.space.name) == (Fewer.BLUE, "b")

@@ -13,7 +13,6 @@ import optax  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from flax import nnx
-from flax.training.train_state import TrainState
 from tests.versions import nnx_update
 
 from holdfast import graph
@@ -117,76 +116,6 @@ class NnxRun:
         ]
 
 
-@jax.jit
-def state_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-    loss, gradients = jax.value_and_grad(lambda params: jnp.abs(state.apply_fn(params, x) - y).mean())(state.params)
-    return state.apply_gradients(grads=gradients), loss
-
-
-def apply_linear(params: Any, x: jax.Array) -> jax.Array:
-    found: jax.Array = x @ params["l1"]["kernel"] + params["l1"]["bias"]
-    return found
-
-
-ADAM = optax.adam(0.1)
-create_state: Any = TrainState.create  # which has no types
-
-
-class StateRun:
-    """The same for a TrainState, which is replaced by a new one at every step."""
-
-    def __init__(self, seed: int) -> None:
-        kernel = jax.random.normal(jax.random.key(seed), (1, 5))
-        params = {"l1": {"kernel": kernel, "bias": jnp.zeros(5)}}
-        self.batches = Batches()
-        self.checkpoint = graph.Checkpoint(
-            step=graph.Value(0),
-            state=create_state(apply_fn=apply_linear, params=params, tx=ADAM),
-            iterator=self.batches,
-        )
-
-    def train(self) -> float:
-        self.checkpoint.state, loss = state_step(self.checkpoint.state, *map(jnp.asarray, next(self.batches)))
-        return float(loss)
-
-    def state(self) -> list[Any]:
-        return [
-            np.asarray(leaf, np.asarray(jnp.asarray(leaf)).dtype).tobytes()
-            for leaf in jax.tree.leaves(self.checkpoint.state)
-        ]
-
-
-class NumpyRun:
-    """The same by hand, with plain numpy and plain Python."""
-
-    def __init__(self, seed: int) -> None:
-        self.w = np.random.default_rng(seed).normal(size=(1, 5)).astype(np.float32)
-        self.momentum = {"w": np.zeros_like(self.w)}
-        self.batches = Batches()
-        self.checkpoint = graph.Checkpoint(
-            step=graph.Value(0), net=graph.Node(w=self.w), optimizer=self.momentum, iterator=self.batches
-        )
-
-    def train(self) -> float:
-        x, y = next(self.batches)
-        error = x @ self.w - y
-        self.momentum["w"] *= 0.9
-        self.momentum["w"] += x.T @ np.sign(error) / error.size
-        self.w -= 0.1 * self.momentum["w"]
-        return float(np.abs(error).mean())
-
-    def state(self) -> list[Any]:
-        return [self.w.tobytes(), self.momentum["w"].tobytes()]
-
-
-RUNS = {"torch": TorchRun, "nnx": NnxRun, "train_state": StateRun, "numpy": NumpyRun}
-
-
-@pytest.fixture(params=list(RUNS))
-def make(request: pytest.FixtureRequest) -> Callable[[int], Any]:
-    return RUNS[request.param]
-
-
 def train_and_checkpoint(run: Any, manager: graph.CheckpointManager) -> list[str]:
     """Run the loop of the example for ten steps; return the lines it would print."""
     said = []
@@ -201,15 +130,17 @@ def train_and_checkpoint(run: Any, manager: graph.CheckpointManager) -> list[str
     return said
 
 
-def test_a_resumed_run_ends_as_one_without_a_break(make: Callable[[int], Any], place: str) -> None:
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("make", [TorchRun, NnxRun])
+def test_a_resumed_run_ends_as_one_without_a_break(make: Callable[[int], Any], background: bool, place: str) -> None:
     run = make(1)
-    with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3) as manager:
+    with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3, background=background) as manager:
         said = train_and_checkpoint(run, manager)
     assert said[0] == "Initializing"
     assert said[-1] == f"Saved checkpoint for step 10: {place}/ckpt-5"
 
     resumed = make(2)
-    with graph.CheckpointManager(resumed.checkpoint, place, max_to_keep=3) as manager:
+    with graph.CheckpointManager(resumed.checkpoint, place, max_to_keep=3, background=background) as manager:
         status = resumed.checkpoint.restore(manager.latest_checkpoint)
         status.assert_consumed()
         assert int(resumed.checkpoint.step) == 10
@@ -217,18 +148,9 @@ def test_a_resumed_run_ends_as_one_without_a_break(make: Callable[[int], Any], p
         said = train_and_checkpoint(resumed, manager)
         assert said[0] == f"Restored from {place}/ckpt-5"
         assert [int(re.findall(r"\d+", line)[-1]) for line in said[1:]] == [6, 7, 8, 9, 10]
+        manager.wait_until_finished()
         assert manager.checkpoints == [f"{place}/ckpt-{number}" for number in (8, 9, 10)]
     for _ in range(10):
         run.train()  # the first run continues, without a break
     assert resumed.state() == run.state()
     np.testing.assert_array_equal(next(resumed.batches)[0], next(run.batches)[0])
-
-
-def test_a_run_that_saves_in_the_background_resumes(make: Callable[[int], Any], place: str) -> None:
-    run, resumed = make(1), make(2)
-    with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3, background=True) as manager:
-        train_and_checkpoint(run, manager)
-    at_ten = run.state()
-    run.train()
-    resumed.checkpoint.restore(place).assert_consumed()
-    assert resumed.state() == at_ten
