@@ -481,6 +481,21 @@ def test_plain_contents_of_lists_and_dicts(place: str) -> None:
     status.assert_consumed()
 
 
+@pytest.mark.parametrize(
+    "contents",
+    [[{}], [1, {}, []], [{"x": []}], [None, ((), {3: ()})], {"a": [], 3: {}}, {"a": {"b": {}}}, (1, [{}]), {}, []],
+    ids=str,
+)
+def test_empty_contents_of_a_plain_tree_come_back(place: str, contents: Any) -> None:
+    hf.save(place, {"part": {"inner": contents}})
+    assert hf.load(place) == {"part": {"inner": contents}}
+    blanks = [type(contents)(), None, copy.deepcopy(contents), *([[7, [8]]] if isinstance(contents, list) else [])]
+    for blank in blanks:
+        checkpoint = graph.Checkpoint(part=graph.Node(inner=None if blank == () else blank))
+        checkpoint.read(place).assert_consumed()
+        assert checkpoint.part.inner == contents
+
+
 def test_empty_contents_as_deep_as_values_can_be(place: str) -> None:
     deep: list[Any] = []
     for number in range(400):
