@@ -32,6 +32,10 @@ def test_paths_round_trip(keys: list[str]) -> None:
 def test_what_is_no_path(text: Any) -> None:
     with pytest.raises(hf.errors.OptionError, match="path"):
         parse_path(text)
+    if text == 3:
+        for action in (graph.Checkpoint().restore, graph.Checkpoint().read, graph.load_checkpoint):
+            with pytest.raises(hf.errors.OptionError, match="directory/ckpt-3"):
+                action(text)
 
 
 @pytest.mark.parametrize(("length", "values"), [(150, True), (1500, True), (1500, False)])

@@ -104,12 +104,14 @@ def test_a_long_history_costs_what_an_array_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "saved", [deque(LONG, 500), deque(LONG[:5], 500), filled(5)], ids=["many numbers", "few numbers", "arrays"]
 )
-def test_a_queue_that_is_too_short_is_refused(place: str, saved: deque[Any]) -> None:
+def test_a_queue_that_is_too_short_is_refused_or_left_out(place: str, saved: deque[Any]) -> None:
     path = graph.Checkpoint(returns=saved, step=1).write(f"{place}/x")
     checkpoint = graph.Checkpoint(returns=deque(maxlen=3), step=0)
     with pytest.raises(hf.TreeMismatchError, match="returns: expected at most 3 elements"):
         checkpoint.restore(path)
     assert (list(checkpoint.returns), checkpoint.step) == ([], 0)
+    checkpoint.read(path, exclude="returns/**").assert_consumed()
+    assert (list(checkpoint.returns), checkpoint.step) == ([], 1)
 
 
 def test_shared_histories_stay_one_object(place: str) -> None:
@@ -197,13 +199,6 @@ def test_what_is_more_than_its_values_is_missing(place: str, saved: Any, live: A
         status.assert_consumed()
 
 
-def test_a_buffer_that_is_left_out(place: str) -> None:
-    path = graph.Checkpoint(buffer=filled(2), step=1).write(f"{place}/x")
-    checkpoint = graph.Checkpoint(buffer=deque(maxlen=8), step=0)
-    checkpoint.read(path, exclude="buffer/**").assert_consumed()
-    assert (len(checkpoint.buffer), checkpoint.step) == (0, 1)
-
-
 # ---- states
 
 
@@ -256,19 +251,8 @@ def test_classes_in_a_state_come_back(place: str) -> None:
     live = Batches()
     live.state["local"] = Local(0)
     graph.Checkpoint(batches=live).restore(path).assert_consumed()
-    found = live.state
-    assert [type(one) for one in found["buffer"]] == [Transition] * 2
-    assert_same(found["buffer"][0]._asdict(), transition._asdict())
-    assert type(found["statistics"]) is Statistics
-    assert found["statistics"].count == 3
-    assert found["statistics"].recent == deque([1.0, 2.0])
-    assert found["statistics"].recent.maxlen == 3
-    assert type(found["statistics"].best) is Transition
-    assert type(found["fixed"]) is Fixed
-    assert found["fixed"].value.tolist() == [1, 1]
-    assert found["history"] == LONG
-    assert found["local"] == Local(3)
-    assert type(found["moments"]) is optax.EmptyState
+    assert_same(live.state, saved.state)
+    assert live.state["statistics"].recent.maxlen == 3
 
 
 @dataclasses.dataclass
@@ -303,9 +287,8 @@ def test_a_class_that_is_gone_is_named(place: str) -> None:
 
     path = saved_with_a_class_of_its_own()
     gc.collect()
-    with pytest.raises(
-        hf.errors.StateError, match=r"test_graph_sequences:.*\.Gone with the fields observation, reward"
-    ):
+    message = r"test_graph_sequences:.*\.Gone with the fields observation, reward"
+    with pytest.raises(hf.errors.StateError, match=message):
         graph.Checkpoint(batches=Batches()).restore(path)
 
 

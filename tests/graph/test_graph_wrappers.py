@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 
 import holdfast as hf
 from holdfast import graph
@@ -22,38 +23,23 @@ def new_net(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
 
 
-def bare(net: torch.nn.Module) -> Any:
-    return net
-
-
-def compiled(net: torch.nn.Module) -> Any:
-    return torch.compile(net, backend="eager")
-
-
-def parallel(net: torch.nn.Module) -> Any:
-    return torch.nn.parallel.DistributedDataParallel(net)
-
-
-def compiled_parallel(net: torch.nn.Module) -> Any:
-    return compiled(parallel(net))
-
-
-def fabric(net: torch.nn.Module) -> Any:
-    from lightning.fabric import Fabric
-
-    return Fabric(accelerator="cpu", devices=1).setup_module(net)
-
-
 def checkpointed(net: torch.nn.Module) -> Any:
     """Computes activations anew in the backward pass: of the whole net, and of each layer."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activations
 
     wrap: Any = activations
     wrap.apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, torch.nn.Linear))
-    return parallel(wrap.checkpoint_wrapper(net))
+    return torch.nn.parallel.DistributedDataParallel(wrap.checkpoint_wrapper(net))
 
 
-WRAPPERS = {one.__name__: one for one in (bare, compiled, parallel, compiled_parallel, fabric, checkpointed)}
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda net: net,
+    "compiled": lambda net: torch.compile(net, backend="eager"),
+    "parallel": torch.nn.parallel.DistributedDataParallel,
+    "compiled_parallel": lambda net: torch.compile(torch.nn.parallel.DistributedDataParallel(net), backend="eager"),
+    "fabric": lambda net: Fabric(accelerator="cpu", devices=1).setup_module(net),
+    "checkpointed": checkpointed,
+}
 SOME = [
     ("parallel", "bare"),
     ("bare", "compiled_parallel"),
@@ -117,22 +103,20 @@ def test_a_graph_goes_on_in_another_wrapper(place: str, before: str, after: str)
 
 def test_wrapped_roots_and_files_of_torch(tmp_path: Path) -> None:
     net = new_net(0)
-    for number, wrap in enumerate((parallel, compiled, compiled_parallel)):
-        torch.save(wrap(net).state_dict(), tmp_path / f"{number}.pt")
-        graph.Checkpoint(wrap(net)).write(tmp_path / f"{number}.graph")
-        for name in (f"{number}.pt", f"{number}.graph"):
-            for other in (bare, compiled, fabric):
+    for before in ("parallel", "compiled", "compiled_parallel"):
+        torch.save(WRAPPERS[before](net).state_dict(), tmp_path / f"{before}.pt")
+        graph.Checkpoint(WRAPPERS[before](net)).write(tmp_path / f"{before}.graph")
+        for name in (f"{before}.pt", f"{before}.graph"):
+            for after in ("bare", "compiled", "fabric"):
                 again = new_net(1)
-                graph.Checkpoint(other(again)).read(tmp_path / name).assert_consumed()
+                graph.Checkpoint(WRAPPERS[after](again)).read(tmp_path / name).assert_consumed()
                 assert bits(again) == bits(net)
     # A module that really is called so keeps its name.
     named = torch.nn.Module()
     named.module = torch.nn.Linear(2, 2)
     graph.Checkpoint(named).write(tmp_path / "named")
-    assert set(graph.load_checkpoint(tmp_path / "named").get_variable_to_shape_map()) == {
-        "module/weight",
-        "module/bias",
-    }
+    names = graph.load_checkpoint(tmp_path / "named").get_variable_to_shape_map()
+    assert set(names) == {"module/weight", "module/bias"}
 
 
 class Counting(torch.nn.Module):
