@@ -17,68 +17,58 @@ import holdfast as hf
 from holdfast import graph
 from holdfast.engine.storage import as_location
 
-KINDS = ("node", "dict", "list", "tuple", "numpy", "jax", "value", "int", "text")
-HOLDERS = ("node", "dict", "list", "tuple")
-CONTAINERS = ("dict", "list", "tuple")
+HOLDERS: dict[str, Any] = {
+    "node": graph.Node,
+    "dict": dict,
+    "list": list,
+    "tracked dict": graph.TrackedDict,
+    "tracked list": graph.TrackedList,
+}
 KEYS = ("a", "b.c", "d/e", "", "1", "slots", 1, -7, True)
-
-Spec = list[tuple[str, list[tuple[Any, int]]]]
-"""For every object its kind, and the keys and numbers of the objects it holds."""
+Edge = tuple[int, Any, int]
+"""A holder, a key, and the object under it; the place in a list is the number of edges before it."""
+Graph = tuple[list[str], list[Edge]]
+"""The kinds of some objects, the first of which is a node, and what they hold."""
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> Spec:
-    count = draw(st.integers(2, 12))
-    kinds = ["node", *(draw(st.sampled_from(KINDS)) for _ in range(count - 1))]
-    found: Spec = []
-    for number, kind in enumerate(kinds):
-        held: list[tuple[Any, int]] = []
-        if kind in HOLDERS:
-            keys = draw(st.lists(st.sampled_from(KEYS), max_size=4, unique_by=lambda key: (type(key), key)))
-            for key in keys:
-                # An immutable object can only hold earlier ones; all others may hold any object.
-                targets = range(number + 1, count) if kind == "tuple" else range(1, count)
-                if len(targets):
-                    held.append((key, draw(st.sampled_from(targets))))
-        found.append((kind, held))
-    return found
+def graphs(draw: st.DrawFn, kinds: tuple[str, ...], names: tuple[Any, ...] = KEYS) -> Graph:
+    found = ["node", *draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=11))]
+    edges = []
+    for holder, kind in enumerate(found):
+        # An immutable object can only hold objects that are made before it; all others may hold any object.
+        first = holder + 1 if kind == "tuple" else 1
+        if (kind == "tuple" or kind in HOLDERS) and first < len(found):
+            keys = draw(st.lists(st.sampled_from(names), max_size=4, unique_by=lambda key: (type(key), key)))
+            edges += [(holder, key, draw(st.integers(first, len(found) - 1))) for key in keys]
+    return found, edges
 
 
-def build(spec: Spec, blank: bool) -> graph.Node:
-    """Makes the objects, with values that tell them apart, or blank ones."""
-    made: dict[int, Any] = {}
+def make(spec: Graph, blank: bool) -> list[Any]:
+    """Makes the objects, with values that tell them apart, or blank ones; only tuples have what they hold."""
+    kinds, edges = spec
+    made: list[Any] = [None] * len(kinds)
+    for number, kind in reversed(list(enumerate(kinds))):
+        value = 0 if blank else number + 1
+        leaves = {"numpy": np.full(2, value), "jax": jnp.full(2, value), "value": graph.Value(value)}
+        leaves |= {"int": value, "text": str(value), "tuple": tuple(made[held] for held in held_by(number, edges))}
+        made[number] = HOLDERS[kind]() if kind in HOLDERS else leaves[kind]
+    return made
 
-    def make(number: int) -> Any:
-        kind, held = spec[number]
-        if number in made:
-            return made[number]
-        fill = 0 if blank else number
-        if kind == "tuple":
-            made[number] = tuple([make(child) for _, child in held])
-        elif kind in HOLDERS:
-            made[number] = {"node": graph.Node, "dict": dict, "list": list}[kind]()
-        else:
-            leaves = {
-                "numpy": np.full(2, fill),
-                "jax": jnp.full(2, fill),
-                "value": graph.Value(fill),
-                "int": fill,
-                "text": str(fill),
-            }
-            made[number] = leaves[kind]
-        return made[number]
 
-    for number, (kind, held) in enumerate(spec):
-        thing = make(number)
-        for key, child in held:
-            if kind == "node":
-                setattr(thing, str(key), make(child))
-            elif kind == "dict":
-                thing[key] = make(child)
-            elif kind == "list":
-                thing.append(make(child))
-    root: graph.Node = made[0]
-    return root
+def held_by(number: int, edges: list[Edge]) -> list[int]:
+    return [held for holder, _, held in edges if holder == number]
+
+
+def attach(objects: list[Any], edges: list[Edge]) -> None:
+    for number, key, held in edges:
+        holder = objects[number]
+        if isinstance(holder, graph.Node):
+            setattr(holder, str(key), objects[held])
+        elif isinstance(holder, dict):
+            holder[key] = objects[held]
+        elif isinstance(holder, list):
+            holder.append(objects[held])
 
 
 def same(one: Any, other: Any, seen: dict[int, Any], anew: bool = False) -> bool:
@@ -109,54 +99,80 @@ def same_items(one: dict[Any, Any], other: dict[Any, Any], seen: dict[int, Any],
     return list(one) == list(other) and all(same(one[key], other[key], seen, anew) for key in one)
 
 
-def holds_itself(spec: Spec) -> bool:
+def holds_itself(spec: Graph) -> bool:
     """Whether something immutable, or a dictionary or list inside of that, is a part of itself: such things are built
     anew, which is impossible around themselves."""
+    kinds, edges = spec
 
-    def reached(start: int, kinds: tuple[str, ...]) -> set[int]:
+    def reached(start: int, passed: tuple[str, ...]) -> set[int]:
         """Returns the objects that can be reached from one through objects of some kinds."""
         seen: set[int] = set()
         queue = [start]
         for number in queue:
-            for _, child in spec[number][1]:
-                if child not in seen:
-                    seen.add(child)
-                    queue += [child] if spec[child][0] in kinds else []
+            for held in set(held_by(number, edges)) - seen:
+                seen.add(held)
+                queue += [held] if kinds[held] in passed else []
         return seen
 
-    tuples = [number for number, (kind, _) in enumerate(spec) if kind == "tuple"]
-    inside = {child for number in tuples for child in reached(number, CONTAINERS) if spec[child][0] in CONTAINERS}
-    return any(number in reached(number, HOLDERS) for number in tuples) or any(
-        number in reached(number, CONTAINERS) for number in inside
+    built_anew = ("dict", "list", "tuple")
+    tuples = [number for number, kind in enumerate(kinds) if kind == "tuple"]
+    inside = {held for number in tuples for held in reached(number, built_anew) if kinds[held] in built_anew}
+    return any(number in reached(number, (*built_anew, "node")) for number in tuples) or any(
+        number in reached(number, built_anew) for number in inside
     )
 
 
-def shared_in_tuples(spec: Spec) -> bool:
+def shared_in_tuples(spec: Graph) -> bool:
     """Whether a dictionary or list is inside of something immutable and elsewhere, too: then it is no longer shared."""
-    inside: dict[int, int] = {}
-    for kind, held in spec:
-        for _, child in held:
-            inside[child] = inside.get(child, 0) + (1 if kind != "tuple" else 100)
-    return any(spec[child][0] in ("dict", "list", "tuple") and count > 100 for child, count in inside.items())
+    kinds, edges = spec
+    within = {
+        held for holder, _, held in edges if kinds[holder] == "tuple" and kinds[held] in ("dict", "list", "tuple")
+    }
+    return any([held for _, _, held in edges].count(number) > 1 for number in within)
 
 
-@given(specs())
+@given(graphs(("node", "dict", "list", "tuple", "numpy", "jax", "value", "int", "text")))
 @settings(deadline=None, max_examples=60)
-def test_random_graphs(spec: Spec) -> None:
+def test_random_graphs(spec: Graph) -> None:
     place = f"memory://tests/{uuid.uuid4().hex}"
-    live = build(spec, blank=False)
-    saved = graph.Checkpoint(top=live)
-    path = saved.write(place)
+    saved, blank = make(spec, blank=False), make(spec, blank=True)
+    for objects in (saved, blank):
+        attach(objects, spec[1])
+    path = graph.Checkpoint(top=saved[0]).write(place)
     assert hf.verify(path).ok
-    blank = build(spec, blank=True)
-    checkpoint = graph.Checkpoint(top=blank)
-    status = checkpoint.read(path)
+    status = graph.Checkpoint(top=blank[0]).read(path)
     if not holds_itself(spec):
         status.assert_consumed()
         if not shared_in_tuples(spec):
-            assert same(checkpoint.top, live, {})
+            assert same(blank[0], saved[0], {})
     paths = [leaf.path for leaf in hf.describe(path)]
     assert len(paths) == len(set(paths))
+    as_location(place).remove_tree()
+
+
+TRACKED = graphs(("node", "tracked dict", "tracked list", "numpy", "value", "int"), ("a", "b.c", "d/e", "slots", "3"))
+
+
+@given(TRACKED, st.integers(0, 20), st.data())
+@settings(deadline=None, max_examples=50)
+def test_random_graphs_attached_one_by_one(spec: Graph, before: int, data: st.DataObject) -> None:
+    """Some objects are attached before the restore and the others after it."""
+    kinds, edges = spec
+    # Numbers in containers are restored before the program adds them.
+    edges = [edge for edge in edges if kinds[edge[0]] == "node" or kinds[edge[2]] != "int"]
+    edges = data.draw(st.permutations(edges))
+    place = f"memory://tests/{uuid.uuid4().hex}"
+    saved, live = make(spec, blank=False), make(spec, blank=True)
+    attach(saved, edges)
+    path = graph.Checkpoint(top=saved[0]).write(place)
+    attach(live, edges[:before])
+    checkpoint = graph.Checkpoint(top=live[0])
+    status = checkpoint.read(path, partial=True)
+    attach(live, edges[before:])
+    assert status.report.complete, str(status.report)
+    assert same(live[0], saved[0], {})
+    status.assert_consumed()
+    checkpoint.write(f"{place}/again")
     as_location(place).remove_tree()
 
 
@@ -205,67 +221,3 @@ def test_shardings_are_those_of_the_program(place: str) -> None:
     checkpoint.read(path).assert_consumed()
     assert checkpoint.params["w"].sharding == rows
     assert checkpoint.params["w"].tolist() == list(range(8))
-
-
-# ---- objects that are attached one by one, some before the restore and the others after it
-
-TRACKED: dict[str, Any] = {"node": graph.Node, "dict": graph.TrackedDict, "list": graph.TrackedList}
-GROWING = (*TRACKED, "numpy", "value", "int")
-NAMES = ("a", "b.c", "d/e", "slots", "3")
-
-Edge = tuple[int, str, int]
-"""A holder, a key, and the object under it; the place in a list is the number of edges before it."""
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> tuple[list[str], list[Edge]]:
-    """The kinds of some objects, the first of which is a node, and edges in the order in which they are made."""
-    kinds = ["node", *draw(st.lists(st.sampled_from(GROWING), min_size=1, max_size=8))]
-    edges = []
-    for holder, kind in enumerate(kinds):
-        for key in draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True)) if kind in TRACKED else ():
-            held = draw(st.integers(1, len(kinds) - 1))
-            if kind == "node" or kinds[held] != "int":  # those are restored before the program adds them
-                edges.append((holder, key, held))
-    return kinds, draw(st.permutations(edges))
-
-
-def make(kinds: list[str], blank: bool) -> list[Any]:
-    made: list[Any] = []
-    for number, kind in enumerate(kinds):
-        value = 0 if blank else number + 1
-        leaves = {"numpy": np.full(2, value), "value": graph.Value(value), "int": value}
-        made.append(TRACKED[kind]() if kind in TRACKED else leaves[kind])
-    return made
-
-
-def attach(objects: list[Any], edge: Edge) -> None:
-    holder, key, held = edge
-    if isinstance(objects[holder], graph.Node):
-        setattr(objects[holder], key, objects[held])
-    elif isinstance(objects[holder], dict):
-        objects[holder][key] = objects[held]
-    else:
-        objects[holder].append(objects[held])
-
-
-@given(graphs(), st.integers(0, 20))
-@settings(deadline=None, max_examples=50)
-def test_random_graphs_attached_one_by_one(spec: tuple[list[str], list[Edge]], before: int) -> None:
-    kinds, edges = spec
-    place = f"memory://tests/{uuid.uuid4().hex}"
-    saved, live = make(kinds, blank=False), make(kinds, blank=True)
-    for edge in edges:
-        attach(saved, edge)
-    path = graph.Checkpoint(top=saved[0]).write(place)
-    for edge in edges[:before]:
-        attach(live, edge)
-    checkpoint = graph.Checkpoint(top=live[0])
-    status = checkpoint.read(path, partial=True)
-    for edge in edges[before:]:
-        attach(live, edge)
-    assert status.report.complete, str(status.report)
-    assert same(live[0], saved[0], {})
-    status.assert_consumed()
-    checkpoint.write(f"{place}/again")
-    as_location(place).remove_tree()
