@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from flax import struct
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
@@ -112,22 +113,8 @@ def test_a_state_comes_back_as_what_it_is(name: str, use_msgpack: bool, place: s
     given = Tree()
     given.set_state(holding(held).get_state())
     for one in (running, Tree.from_checkpoint(path), given):
-        assert alike(one.part.held, held), one.part.held
-
-
-def alike(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
-    if dataclasses.is_dataclass(one):
-        return alike(vars(one), vars(other))
-    if isinstance(one, list | tuple | deque):
-        same_limit = getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
-        return same_limit and len(one) == len(other) and all(map(alike, one, other))
-    if hasattr(one, "dtype"):
-        return bool(one.dtype == other.dtype and one.tolist() == other.tolist())
-    return bool(one == other)
+        assert_same(one.part.held, held)
+    assert getattr(running.part.held, "maxlen", None) == getattr(held, "maxlen", None)
 
 
 class InPlace(Stateful):
@@ -288,8 +275,6 @@ def test_a_class_of_a_program_is_found_by_its_qualified_name(tmp_path: Path) -> 
 
 
 class Table(Checkpointable):
-    """Has numbers among its constructor arguments."""
-
     def __init__(self, numbers: Any, names: Any = ()) -> None:
         self.total = 0.0
         self.made_with = [numbers, names]

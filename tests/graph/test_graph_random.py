@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast import graph
@@ -187,13 +188,6 @@ PLAIN = st.recursive(
 )
 
 
-def typed(value: Any) -> Any:
-    """A value with the types of everything in it, as True is 1 and the order of a dictionary does not count."""
-    if isinstance(value, dict):
-        return dict, [(key, type(key), typed(child)) for key, child in value.items()]
-    return type(value), [typed(child) for child in value] if isinstance(value, list | tuple) else value
-
-
 @given(PLAIN, PLAIN)
 @example([None, ((), {3: ()})], [7, [8]])
 @settings(deadline=None, max_examples=60)
@@ -202,10 +196,10 @@ def test_random_plain_contents(value: Any, blank: Any) -> None:
     listed, mapped, single = [copy.deepcopy(value), 1], {"a.b": copy.deepcopy(value), "c": 1}, copy.deepcopy(value)
     contents = {"listed": listed, "mapped": mapped, "single": single}
     path = graph.Checkpoint(**contents).write(place)
-    assert typed(hf.load(path)) == typed(contents)
+    assert_same(hf.load(path), contents)
     checkpoint = graph.Checkpoint(listed=[blank], mapped={}, single=None)
     checkpoint.read(path).assert_consumed()
-    assert typed(vars(checkpoint)) == typed(contents)
+    assert_same(vars(checkpoint), contents)
     late = graph.Checkpoint()
     late.read(path, partial=True, rename={"listed": "moved/list", "mapped/a.b": "mapped/x"})
     late.moved, late.mapped = graph.Node(list=[]), {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from tests.dtypes import EXTENDED
+from tests.equality import assert_same
 from tests.ids import plain_id
 
 from holdfast.engine.errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError
@@ -143,13 +143,6 @@ def test_a_forged_leaf_is_damage(details: Any, array: Any) -> None:
         materialize([None], [saved], [array], ["a.b"])
 
 
-def bits(value: Any) -> Any:
-    """A key that is equal only for the same value of the same type, NaN and -0.0 included."""
-    if isinstance(value, complex):
-        return bits(value.real), bits(value.imag)
-    return struct.pack("<d", value) if isinstance(value, float) else (type(value), value)
-
-
 # A template, a saved value, and the number that it gives, in the template's type; None where it does not fit.
 NUMBERS: list[tuple[Any, Any, Any]] = [
     (0, np.array(7, np.int32), 7),
@@ -196,7 +189,7 @@ def test_a_number_takes_a_saved_one_of_its_kind_that_fits(template: Any, saved: 
         again = checkpoint.load(like={"a": {"b": template}})["a"]["b"]
         assert type(again) is type(template)
         assert getattr(again, "dtype", None) == getattr(template, "dtype", None)
-        assert bits(type(number)(again)) == bits(number)
+        assert_same(type(number)(again), number)
 
 
 def test_the_plain_python_template_kinds() -> None:
