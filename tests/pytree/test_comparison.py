@@ -58,31 +58,19 @@ def test_a_difference_is_one_line_with_the_expected_and_the_found_leaf(template:
     assert str(compare(target, Saved({"kind": "frozenset"}), "state:w")).startswith(f"state:w: {expected}")
 
 
-@pytest.mark.parametrize(
-    ("template", "saved"),
-    [
-        *((ARRAY, (kind, "f4", (10, 3))) for kind in ("numpy", "jax", "torch")),
-        (ARRAY, ("numpy", ">f4", (10, 3))),
-        (1, ("int", "i8", ())),
-        (1, ("int",)),
-        (1, ("jax", "i4", ())),
-        (1, ("torch", "u1", ())),
-        (1.0, ("numpy_scalar", "f2", ())),
-        (True, ("numpy", "?", ())),
-        (np.zeros((), "i4"), ("int", "i8", ())),
-        (np.zeros((), "u8"), ("int",)),
-        (np.int16(3), ("int", "i8", ())),
-        (np.float32(1), ("jax", "f4", ())),
-        ("a", ("str",)),
-        ("a", ("str", "u1", (99,))),
-        (None, ("none",)),
-        (..., ("none",)),
-        (..., ("key", "u4", (2,))),
-        (np.zeros(3, "M8[ns]"), ("numpy", "M8[ns]", (3,))),
-        (np.zeros((0, 2)), ("torch", "f8", (0, 2))),
-    ],
-    ids=plain_id,
-)
+FIT: list[tuple[Any, tuple[Any, ...]]] = [
+    *((ARRAY, (kind, "f4", (10, 3))) for kind in ("numpy", "jax", "torch")),
+    (ARRAY, ("numpy", ">f4", (10, 3))), (np.zeros(3, "M8[ns]"), ("numpy", "M8[ns]", (3,))),
+    (np.zeros((0, 2)), ("torch", "f8", (0, 2))),
+    (1, ("int", "i8", ())), (1, ("int",)), (1, ("jax", "i4", ())), (1, ("torch", "u1", ())),
+    (1.0, ("numpy_scalar", "f2", ())), (True, ("numpy", "?", ())),
+    (np.zeros((), "i4"), ("int", "i8", ())), (np.zeros((), "u8"), ("int",)),
+    (np.int16(3), ("int", "i8", ())), (np.float32(1), ("jax", "f4", ())),
+    ("a", ("str",)), ("a", ("str", "u1", (99,))), (None, ("none",)), (..., ("none",)), (..., ("key", "u4", (2,))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "saved"), FIT, ids=plain_id)
 def test_leaves_that_fit(template: Any, saved: Any) -> None:
     assert line(template, *saved) is None
 

@@ -105,54 +105,35 @@ def nested(levels: int) -> Any:
     return node
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {},
-        {"tree": None},
-        {"leaves": []},
-        {"tree": None, "leaves": []},
-        {"tree": None, "leaves": {}},
-        {"tree": None, "leaves": [LEAF, LEAF]},
-        {"tree": None, "leaves": [None]},
-        {"tree": None, "leaves": [{}]},
-        {"tree": None, "leaves": [{"kind": 1}]},
-        {"tree": None, "leaves": [0]},
-        {"tree": None, "leaves": [0], "facts": {}},
-        {"tree": None, "leaves": [1], "facts": [LEAF]},
-        {"tree": None, "leaves": [-1], "facts": [LEAF]},
-        {"tree": None, "leaves": [True], "facts": [LEAF, LEAF]},
-        {"tree": None, "leaves": [0], "facts": [None]},
-        {"tree": None, "leaves": [0], "facts": [{}]},
-        {"tree": None, "leaves": [0], "facts": [{"kind": "set", "value": []}]},
-        {"tree": None, "leaves": [0], "facts": [{"kind": "bytes", "base64": ""}]},
-        {"tree": 5, "leaves": [LEAF]},
-        {"tree": "dict", "leaves": [LEAF]},
-        {"tree": [], "leaves": []},
-        {"tree": {}, "leaves": []},
-        {"tree": {"type": "list"}, "leaves": []},
-        {"tree": {"type": "list", "children": {}}, "leaves": []},
-        {"tree": {"type": "list", "children": [1]}, "leaves": [LEAF]},
-        {"tree": {"type": "os.system", "children": []}, "leaves": []},
-        {"tree": {"type": ["list"], "children": []}, "leaves": []},
-        {"tree": {"type": "list", "class": 5, "children": []}, "leaves": []},
-        {"tree": {"type": "dict", "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": "a", "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [None], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [1.5], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [[1.5]], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [1 << 64], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": ["a/b"], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [".."], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": ["a", "a"], "children": [None, None]}, "leaves": [LEAF, LEAF]},
-        {"tree": {"type": "dict", "keys": ["a", "%61"], "children": [None, None]}, "leaves": [LEAF, LEAF]},
-        {"tree": {"type": "dict", "keys": ["1", 1], "children": [None, None]}, "leaves": [LEAF, LEAF]},
-        {"tree": {"type": "dict", "keys": [True, 1], "children": [None, None]}, "leaves": [LEAF, LEAF]},
-        {"tree": nested(300), "leaves": [LEAF]},
-    ],
-    ids=lambda document: json.dumps(document)[:60],
-)
+def keyed(*keys: Any) -> Any:
+    """A document of a dictionary with these keys."""
+    return {"tree": {"type": "dict", "keys": [*keys], "children": [None] * len(keys)}, "leaves": [LEAF] * len(keys)}
+
+
+FORGED: list[Any] = [
+    {},
+    {"tree": None},
+    {"leaves": []},
+    *({"tree": None, "leaves": leaves} for leaves in ([], {}, [LEAF, LEAF], [None], [{}], [{"kind": 1}], [0])),
+    *({"tree": None, "leaves": [0], "facts": facts} for facts in ({}, [None], [{}])),
+    {"tree": None, "leaves": [0], "facts": [{"kind": "set", "value": []}]},
+    {"tree": None, "leaves": [0], "facts": [{"kind": "bytes", "base64": ""}]},
+    *({"tree": None, "leaves": leaves, "facts": [LEAF]} for leaves in ([1], [-1])),
+    {"tree": None, "leaves": [True], "facts": [LEAF, LEAF]},
+    *({"tree": tree, "leaves": [LEAF]} for tree in (5, "dict", {"type": "list", "children": [1]}, nested(300))),
+    *({"tree": tree, "leaves": []} for tree in ([], {}, {"type": "list"}, {"type": "list", "children": {}})),
+    {"tree": {"type": "os.system", "children": []}, "leaves": []},
+    {"tree": {"type": ["list"], "children": []}, "leaves": []},
+    {"tree": {"type": "list", "class": 5, "children": []}, "leaves": []},
+    {"tree": {"type": "dict", "children": [None]}, "leaves": [LEAF]},
+    {"tree": {"type": "dict", "keys": "a", "children": [None]}, "leaves": [LEAF]},
+    {"tree": {"type": "dict", "keys": [], "children": [None]}, "leaves": [LEAF]},
+    *map(keyed, (None, 1.5, [1.5], 1 << 64, "a/b", "..")),
+    *(keyed(*keys) for keys in (("a", "a"), ("a", "%61"), ("1", 1), (True, 1))),
+]
+
+
+@pytest.mark.parametrize("document", FORGED, ids=lambda document: json.dumps(document)[:60])
 def test_a_forged_document_is_damage(document: Any) -> None:
     with pytest.raises(DamagedCheckpointError):
         from_document(document)
