@@ -227,36 +227,20 @@ for _ in range(150):
     DEEP = {"tuple": [DEEP]}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"component": "/"},
-        {"component": "/../../etc"},
-        {"tuple": 5},
-        {"dict": [[1]]},
-        {"dict": [[[], 1]]},
-        {"unknown": 1},
-        {"float": "1e5"},
-        {"bytes": "!"},
-        {"array": ["numpy", "float64", [1 << 40], ""]},
-        {"array": ["numpy", "float64", [2], "AAAA"]},
-        {"array": ["numpy", "object", [0], ""]},
-        {"device": 5},
-        {"torch.dtype": "Tensor"},
-        {"namespace": [["a b", 1]]},
-        {"path": None},
-        {"a": 1, "b": 2},
-        {},
-        {"recipe": 5},
-        {"recipe": {"class": 5, "constructor": {"args": [], "kwargs": {}}}},
-        {"recipe": {"class": f"{__name__}:remember", "constructor": {"args": [], "kwargs": {}}}},
-        {"object": [f"{__name__}:remember", []]},
-        {"enum": [f"{__name__}:remember", "NOW"]},
-        {"partial": [5, [], []]},
-        DEEP,
-    ],
-    ids=plain_id,
-)
+OF_REMEMBER = f"{__name__}:remember"
+EMPTY: dict[str, Any] = {"args": [], "kwargs": {}}
+NO_SPECS: list[Any] = [
+    {}, {"unknown": 1}, {"a": 1, "b": 2}, {"component": "/"}, {"component": "/../../etc"},
+    {"tuple": 5}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"float": "1e5"}, {"bytes": "!"},
+    {"array": ["numpy", "float64", [1 << 40], ""]}, {"array": ["numpy", "float64", [2], "AAAA"]},
+    {"array": ["numpy", "object", [0], ""]}, {"device": 5}, {"torch.dtype": "Tensor"},
+    {"namespace": [["a b", 1]]}, {"path": None}, {"recipe": 5}, {"recipe": {"class": 5, "constructor": EMPTY}},
+    {"recipe": {"class": OF_REMEMBER, "constructor": EMPTY}}, {"object": [OF_REMEMBER, []]},
+    {"enum": [OF_REMEMBER, "NOW"]}, {"partial": [5, [], []]}, DEEP,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_SPECS, ids=plain_id)
 def test_specs_that_are_not_valid(saved: Path, value: Any) -> None:
     forge(saved, "", lambda body: body.update(spec_of(value)))
     with pytest.raises(
@@ -297,28 +281,21 @@ def test_specs_with_too_few_arguments(saved: Path, tmp_path: Path) -> None:
     assert Whole.from_checkpoint(saved).count == 7
 
 
+CHANGES: list[tuple[dict[str, Any], type[Exception] | None]] = [
+    ({"layout": "2.0"}, hf.errors.FormatVersionError),
+    ({"layout": "1.7", "something new": 5}, None),
+    *(({"layout": layout}, hf.DamagedCheckpointError) for layout in (1, "1", "1.-1")),
+    *(({"components": ["a", name]}, hf.DamagedCheckpointError) for name in ("../../../etc", "/etc", "", "no such")),
+    *(({"components": names}, hf.DamagedCheckpointError) for names in (5, [["a"]])),
+    ({"constructor": []}, hf.DamagedCheckpointError),
+    ({"constructor": {"args": {}, "kwargs": {}}}, hf.DamagedCheckpointError),
+    *(({name: None}, hf.DamagedCheckpointError) for name in ("class", "metadata")),
+    *(({name: wrong}, hf.DamagedCheckpointError) for name, wrong in (("same", []), ("path", 5))),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"layout": "2.0"}, hf.errors.FormatVersionError),
-        ({"layout": "1.7", "something new": 5}, None),
-        ({"layout": 1}, hf.DamagedCheckpointError),
-        ({"layout": "1"}, hf.DamagedCheckpointError),
-        ({"layout": "1.-1"}, hf.DamagedCheckpointError),
-        ({"components": ["a", "../../../etc"]}, hf.DamagedCheckpointError),
-        ({"components": ["a", "/etc"]}, hf.DamagedCheckpointError),
-        ({"components": ["a", ""]}, hf.DamagedCheckpointError),
-        ({"components": ["a", "no such"]}, hf.DamagedCheckpointError),
-        ({"components": 5}, hf.DamagedCheckpointError),
-        ({"components": [["a"]]}, hf.DamagedCheckpointError),
-        ({"class": None}, hf.DamagedCheckpointError),
-        ({"constructor": []}, hf.DamagedCheckpointError),
-        ({"constructor": {"args": {}, "kwargs": {}}}, hf.DamagedCheckpointError),
-        ({"same": []}, hf.DamagedCheckpointError),
-        ({"path": 5}, hf.DamagedCheckpointError),
-        ({"metadata": None}, hf.DamagedCheckpointError),
-    ],
-    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+    ("change", "error"), CHANGES, ids=lambda value: json.dumps(value) if isinstance(value, dict) else ""
 )
 def test_descriptions_that_make_no_sense(saved: Path, change: dict[str, Any], error: type[Exception] | None) -> None:
     forge(saved, "", lambda body: body.update(change))

@@ -162,37 +162,17 @@ class Anything(Checkpointable):
         self.given = given
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        -(1 << 70),
-        "text \u20ac",
-        [1, [2, (3, {"a": {4}})]],
-        {1: "int", "1": "text", (1, 2): "tuple"},
-        range(1, 9, 2),
-        slice(None, 5),
-        Path("a/b"),
-        types.SimpleNamespace(a=1, b=[2]),
-        np.dtype(">i2"),
-        np.arange(6, dtype=">f4").reshape(2, 3),
-        np.float32(1.5),
-        torch.bfloat16,
-        torch.device("cpu"),
-        torch.arange(3),
-        jnp.bfloat16,
-        jnp.arange(3.0),
-        jax.random.key(3),
-        torch.nn.ReLU,
-        torch.optim.Adam,
-        Colour.RED,
-        add,
-        functools.partial(add, 1, other=2),
-        Limits(0.5, 1.5),
-        Config(0.5),
-        Statistics,
-    ],
-    ids=plain_id,
-)
+ARGUMENTS: list[Any] = [
+    -(1 << 70), "text \u20ac", [1, [2, (3, {"a": {4}})]], {1: "int", "1": "text", (1, 2): "tuple"}, range(1, 9, 2),
+    slice(None, 5), Path("a/b"), types.SimpleNamespace(a=1, b=[2]),
+    np.dtype(">i2"), np.arange(6, dtype=">f4").reshape(2, 3), np.float32(1.5),
+    torch.bfloat16, torch.device("cpu"), torch.arange(3), torch.nn.ReLU, torch.optim.Adam,
+    jnp.bfloat16, jnp.arange(3.0), jax.random.key(3),
+    Colour.RED, add, functools.partial(add, 1, other=2), Limits(0.5, 1.5), Config(0.5), Statistics,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ARGUMENTS, ids=plain_id)
 def test_arguments_of_all_kinds(place: str, value: Any) -> None:
     found = Anything.from_checkpoint(Anything(value).save_to_path(place), allowed=[Config]).given
     assert type(found) is type(value)

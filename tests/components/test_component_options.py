@@ -37,18 +37,15 @@ class OwnLearner(Learner):
         return {**super().get_state(components, not_components=not_components, **options), "own": 1}
 
 
+class Plain(Checkpointable):
+    updates = 0
+
+
 @pytest.mark.parametrize("kind", [Learner, OwnLearner])
 def test_options_of_get_state_reach_the_components_that_take_them(kind: Any) -> None:
     found = kind().get_state(inference_only=True)
     assert found["rl_module"] == {"p0": {"weight": 1.0}, "p1": {"weight": 1.0}}
     assert kind().get_state()["rl_module"]["p0"] == {"weight": 1.0, "moments": 2.0}
-
-
-def test_an_option_that_no_component_takes_is_an_error() -> None:
-    class Plain(Checkpointable):
-        def __init__(self) -> None:
-            self.updates = 0
-
     with pytest.raises(OptionError, match=r"unexpected keyword argument 'inference_only': no component of .*Plain"):
         Plain().get_state(inference_only=True)
 
@@ -108,47 +105,29 @@ def test_the_error_of_a_remote_component_is_that_of_the_save(tmp_path: Path) -> 
 
 
 def test_the_directory_of_a_tree_is_not_that_of_its_part(tmp_path: Path) -> None:
-    """Both have an attribute of the same name, which would be restored without a word."""
-
-    class Part(Checkpointable):
-        def __init__(self) -> None:
-            self.updates = 0
-
-    class Trainer(Checkpointable):
-        def __init__(self) -> None:
-            self.learner, self.updates = Part(), 0
-
-    saved, running = Trainer(), Trainer()
-    saved.updates, saved.learner.updates = 7, 3
-    path = saved.save_to_path(tmp_path / "tree")
-    with pytest.raises(OptionError, match=r"a tree that itself has a component 'learner'.*Pass path='.*tree/learner'"):
-        running.restore_from_path(path, component="learner")
-    assert running.learner.updates == 0
-    for name in ("", "(root)", "/"):
-        with pytest.raises(OptionError, match="omit component= to restore all of it"):
-            running.restore_from_path(path, component=name)
-    running.restore_from_path(f"{path}/learner", component="learner")
-    assert (running.updates, running.learner.updates) == (0, 3)
-
-
-def test_a_part_may_have_a_component_of_its_own_name(tmp_path: Path) -> None:
-    """A member that was trained with a copy of another of the same name, saved alone or in its tree."""
+    """Both have attributes of the same names, which would be restored without a word."""
 
     class Member(Checkpointable):
         def __init__(self, updates: int = 0, *, copy: bool = False) -> None:
             self.updates = updates
-            if copy:
+            if copy:  # a member that was trained with a copy of another of the same name
                 self.m1 = Member(updates + 1)
 
     class League(Checkpointable):
         def __init__(self, updates: int = 0, *, copy: bool = False) -> None:
-            self.m1, self.m2 = Member(updates, copy=copy), Member()
+            self.m1, self.m2, self.updates = Member(updates, copy=copy), Member(), 1
 
     alone = Member(7, copy=True).save_to_path(tmp_path / "alone")
     whole = League(7, copy=True).save_to_path(tmp_path / "league")
     for path in (alone, f"{whole}/m1"):
         running = League()
+        running.updates = 5
         report = running.restore_from_path(path, component="m1")
-        assert (running.m1.updates, running.m2.updates, report.unused) == (7, 0, ("m1",))
-    with pytest.raises(OptionError, match="a tree that itself has a component 'm1'"):
+        assert (running.m1.updates, running.m2.updates, running.updates, report.unused) == (7, 0, 5, ("m1",))
+    running = League()
+    with pytest.raises(OptionError, match=r"a tree that itself has a component 'm1'.*Pass path='.*league/m1'"):
         running.restore_from_path(whole, component="m1")
+    assert running.m1.updates == 0
+    for name in ("", "(root)", "/"):
+        with pytest.raises(OptionError, match="omit component= to restore all of it"):
+            running.restore_from_path(whole, component=name)

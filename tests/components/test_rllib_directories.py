@@ -294,21 +294,17 @@ def test_damaged_directories(tmp_path: Path, ray_class: type, file: str, content
     assert learner.updates == 0
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xc1",
-        b"\x81\x90\x01",
-        b"\x82\x01\x01\x01\x02",
-        b"\xa1\xff",
-        b"\xc7\x01\x05x",
-        packed({b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled(1)}),
-        packed({b"nd": True, b"type": "|O", b"shape": [1], b"data": b"12345678"}),
-        packed({b"nd": True, b"type": "<f4", b"shape": [1]}),
-        packed({b"nd": False, b"type": "<f4", b"data": b""}),
-        packed({b"complex": True, b"data": "x"}),
-    ],
-)
+NO_MSGPACK: list[Any] = [
+    *(b"\xc1", b"\x81\x90\x01", b"\x82\x01\x01\x01\x02", b"\xa1\xff", b"\xc7\x01\x05x"),
+    packed({b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled(1)}),
+    packed({b"nd": True, b"type": "|O", b"shape": [1], b"data": b"12345678"}),
+    packed({b"nd": True, b"type": "<f4", b"shape": [1]}),
+    packed({b"nd": False, b"type": "<f4", b"data": b""}),
+    packed({b"complex": True, b"data": "x"}),
+]
+
+
+@pytest.mark.parametrize("content", NO_MSGPACK)
 def test_msgpack_that_makes_no_sense(content: bytes) -> None:
     with pytest.raises(hf.DamagedCheckpointError):
         decode_state(content)

@@ -11,40 +11,33 @@ import pytest
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.format import crc32c, decode_document, encode_document
-from holdfast.engine.format.record import RECORD
-from holdfast.engine.storage import as_location
+from holdfast.engine.format import decode_document, encode_document
 
 Document = dict[str, Any]
 Change = Callable[[Document], Any]
 
 
 @pytest.fixture
-def forge(place: str) -> Callable[[Change], str]:
+def forge(place: str, stored: Callable[[str], Any]) -> Callable[[Change], str]:
     """Saves a small graph, lets a function change its document, and seals it again as a forger would."""
 
     def forged(change: Change) -> str:
         path = graph.Checkpoint(net=graph.Node(w=np.ones(2), v=np.ones(3)), n=1).write(f"{place}/x")
-        file = as_location(path) / "state" / "graph.json"
-        document = decode_document(file.read_bytes(), "graph", source="test")
+        document = decode_document(stored(path).read()["state/graph.json"], "graph", source="test")
         change(document)
-        reseal(path, encode_document("graph", document))
+        stored(path).reseal("graph.json", encode_document("graph", document))
         return path
 
     return forged
 
 
-def reseal(path: str, content: bytes) -> None:
-    location = as_location(path)
-    (location / "state" / "graph.json").write_bytes(content)
-    record = decode_document((location / RECORD).read_bytes(), "checkpoint", source="test")
-    record["items"]["state"]["files"]["graph.json"] = {"size": len(content), "crc32c": f"{crc32c(content):08x}"}
-    (location / RECORD).write_bytes(encode_document("checkpoint", record))
+def blank() -> graph.Checkpoint:
+    return graph.Checkpoint(net=graph.Node(w=np.zeros(2), v=np.zeros(3)), n=0)
 
 
 def look(path: str) -> str:
     """Does all that one can do with a checkpoint; gives the one error that all of it comes to."""
-    checkpoint = graph.Checkpoint(net=graph.Node(w=np.zeros(2), v=np.zeros(3)), n=0)
+    checkpoint = blank()
     errors = set()
     for action in (checkpoint.read, checkpoint.restore, graph.load_checkpoint):
         with pytest.raises(hf.DamagedCheckpointError) as error:
@@ -92,18 +85,17 @@ def test_invalid_documents_are_refused(forge: Callable[[Change], str], change: C
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff" * 10], ids=["empty", "{}", "deep", "binary"])
-def test_what_is_no_document_is_refused(forge: Callable[[Change], str], content: bytes) -> None:
+def test_what_is_no_document_is_refused(forge: Callable[[Change], str], stored: Any, content: bytes) -> None:
     path = forge(lambda document: None)
-    reseal(path, content)
-    checkpoint = graph.Checkpoint(n=0)
+    stored(path).reseal("graph.json", content)
     with pytest.raises((hf.DamagedCheckpointError, hf.errors.FormatVersionError)):
-        checkpoint.read(path)
+        graph.Checkpoint(n=0).read(path)
     assert hf.load(path, select="n") == {"n": 1}  # the values need no graph
 
 
-def test_a_missing_document_is_damage(forge: Callable[[Change], str]) -> None:
+def test_a_missing_document_is_damage(forge: Callable[[Change], str], stored: Any) -> None:
     path = forge(lambda document: None)
-    (as_location(path) / "state" / "graph.json").remove()
+    stored(path).remove("state/graph.json")
     assert "graph.json is missing" in look(path)
     assert not hf.verify(path).ok
 
@@ -116,8 +108,7 @@ def test_cycles_and_long_chains_are_fine(forge: Callable[[Change], str]) -> None
         nodes.append({"edges": {"next": first, "self": len(nodes)}})
         nodes[0]["edges"]["chain"] = first
 
-    path = forge(change)
-    checkpoint = graph.Checkpoint(net=graph.Node(w=np.zeros(2), v=np.zeros(3)), n=0)
+    path, checkpoint = forge(change), blank()
     checkpoint.read(path).assert_consumed()
     assert checkpoint.net.w.all()
     reader = graph.load_checkpoint(path)
@@ -131,8 +122,7 @@ def test_slots_of_what_is_no_optimizer_wait(forge: Callable[[Change], str]) -> N
         nodes[1]["slots"] = [[3, "m", 4], [3, "m", 4], [1, "loop", 1]]
 
     path = forge(change)
-    checkpoint = graph.Checkpoint(net=graph.Node(w=np.zeros(2), v=np.zeros(3)), n=0)
-    status = checkpoint.read(path)
+    status = blank().read(path)
     assert status.report.pending == ("net/slots/net/w/m",)
     assert status.report.missing == ("net/v",)
     assert graph.load_checkpoint(path).get_tensor("net/slots/net/w/m").tolist() == [1, 1, 1]

@@ -167,33 +167,18 @@ def test_values_outside_of_attributes_are_refused_before_the_first_step(tmp_path
 
 
 TOOLS: dict[str, Callable[[], Any]] = {
-    "lock": threading.Lock,
-    "reentrant lock": threading.RLock,
-    "event": threading.Event,
-    "logger": lambda: logging.getLogger("x"),
-    "handler": logging.NullHandler,
-    "pattern": lambda: re.compile("a"),
-    "path": lambda: pathlib.Path("a"),
-    "lambda": lambda: lambda: 1,
-    "class": lambda: Holder,
-    "module": lambda: os,
-    "partial": lambda: functools.partial(print, 1),
-    "cached": lambda: functools.lru_cache(print),
-    "jitted": lambda: jax.jit(lambda x: x),
-    "compiled": lambda: torch.compile(torch.sin, backend="eager"),
-    "ufunc": lambda: np.add,
-    "device": lambda: torch.device("cpu"),
-    "dtype": lambda: torch.float32,
-    "numpy's dtype": lambda: np.dtype("int8"),
-    "device of jax": lambda: jax.devices()[0],
+    "lock": threading.Lock, "reentrant lock": threading.RLock, "event": threading.Event, "sentinel": object,
+    "logger": lambda: logging.getLogger("x"), "handler": logging.NullHandler, "stream": lambda: sys.stderr,
+    "pattern": lambda: re.compile("a"), "path": lambda: pathlib.Path("a"),
+    "lambda": lambda: lambda: 1, "class": lambda: Holder, "module": lambda: os,
+    "weak reference": lambda: weakref.ref(Holder), "arguments": lambda: argparse.Namespace(lr=1.0),
+    "partial": lambda: functools.partial(print, 1), "cached": lambda: functools.lru_cache(print),
+    "jitted": lambda: jax.jit(lambda x: x), "compiled": lambda: torch.compile(torch.sin, backend="eager"),
+    "ufunc": lambda: np.add, "numpy's dtype": lambda: np.dtype("int8"), "dtype": lambda: torch.float32,
+    "device": lambda: torch.device("cpu"), "device of jax": lambda: jax.devices()[0],
     "sharding": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-    "alias": lambda: typing.Optional[int],  # noqa: UP045
-    "sentinel": object,
-    "arguments": lambda: argparse.Namespace(lr=1.0),
-    "executor": lambda: concurrent.futures.ThreadPoolExecutor(1),
-    "weak reference": lambda: weakref.ref(Holder),
-    "stream": lambda: sys.stderr,
-}
+    "alias": lambda: typing.Optional[int], "executor": lambda: concurrent.futures.ThreadPoolExecutor(1),  # noqa: UP045
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -110,24 +110,24 @@ def keyed(*keys: Any) -> Any:
     return {"tree": {"type": "dict", "keys": [*keys], "children": [None] * len(keys)}, "leaves": [LEAF] * len(keys)}
 
 
+LEAVES: list[Any] = [[], {}, [LEAF, LEAF], [None], [{}], [{"kind": 1}], [0]]
+FACTS: list[Any] = [{}, [None], [{}], [{"kind": "set", "value": []}], [{"kind": "bytes", "base64": ""}]]
+NODES: list[Any] = [
+    *([], {}, {"type": "list"}, {"type": "list", "children": {}}, {"type": "list", "class": 5, "children": []}),
+    *({"type": "os.system", "children": []}, {"type": ["list"], "children": []}),
+]
+NODES_OF_A_LEAF: list[Any] = [
+    *(5, "dict", {"type": "list", "children": [1]}, nested(300), {"type": "dict", "children": [None]}),
+    *({"type": "dict", "keys": "a", "children": [None]}, {"type": "dict", "keys": [], "children": [None]}),
+]
 FORGED: list[Any] = [
-    {},
-    {"tree": None},
-    {"leaves": []},
-    *({"tree": None, "leaves": leaves} for leaves in ([], {}, [LEAF, LEAF], [None], [{}], [{"kind": 1}], [0])),
-    *({"tree": None, "leaves": [0], "facts": facts} for facts in ({}, [None], [{}])),
-    {"tree": None, "leaves": [0], "facts": [{"kind": "set", "value": []}]},
-    {"tree": None, "leaves": [0], "facts": [{"kind": "bytes", "base64": ""}]},
+    *({}, {"tree": None}, {"leaves": []}),
+    *({"tree": None, "leaves": leaves} for leaves in LEAVES),
+    *({"tree": None, "leaves": [0], "facts": facts} for facts in FACTS),
     *({"tree": None, "leaves": leaves, "facts": [LEAF]} for leaves in ([1], [-1])),
     {"tree": None, "leaves": [True], "facts": [LEAF, LEAF]},
-    *({"tree": tree, "leaves": [LEAF]} for tree in (5, "dict", {"type": "list", "children": [1]}, nested(300))),
-    *({"tree": tree, "leaves": []} for tree in ([], {}, {"type": "list"}, {"type": "list", "children": {}})),
-    {"tree": {"type": "os.system", "children": []}, "leaves": []},
-    {"tree": {"type": ["list"], "children": []}, "leaves": []},
-    {"tree": {"type": "list", "class": 5, "children": []}, "leaves": []},
-    {"tree": {"type": "dict", "children": [None]}, "leaves": [LEAF]},
-    {"tree": {"type": "dict", "keys": "a", "children": [None]}, "leaves": [LEAF]},
-    {"tree": {"type": "dict", "keys": [], "children": [None]}, "leaves": [LEAF]},
+    *({"tree": node, "leaves": []} for node in NODES),
+    *({"tree": node, "leaves": [LEAF]} for node in NODES_OF_A_LEAF),
     *map(keyed, (None, 1.5, [1.5], 1 << 64, "a/b", "..")),
     *(keyed(*keys) for keys in (("a", "a"), ("a", "%61"), ("1", 1), (True, 1))),
 ]
