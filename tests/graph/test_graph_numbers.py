@@ -168,91 +168,48 @@ def test_the_number_is_restored_like_any_other_value(choice: dict[str, Any], num
     assert other.save(f"{place}/other") == f"{place}/other-{number + 1}"
 
 
-def test_a_lower_limit_deletes_nothing_before_the_next_save(place: str) -> None:
-    checkpoint = graph.Checkpoint(step=0)
-    with graph.CheckpointManager(checkpoint, place, max_to_keep=None) as manager:
-        for _ in range(4):
-            manager.save()
-    with graph.CheckpointManager(checkpoint, place, max_to_keep=3) as manager:
-        assert numbers(manager.checkpoints) == [1, 2, 3, 4]
-        manager.save()
-        assert numbers(manager.checkpoints) == [3, 4, 5]
-    assert names(place) == ["ckpt-3", "ckpt-4", "ckpt-5"]
-
-
-def test_one_in_so_many_hours_is_kept_across_managers(place: str, clock: Any) -> None:
-    checkpoint = graph.Checkpoint(step=0)
-
-    def opened(hours: float | None) -> graph.CheckpointManager:
-        return graph.CheckpointManager(checkpoint, place, 2, hours, clock=clock)
-
-    def save(manager: graph.CheckpointManager, time: float) -> None:
-        clock.wall = time
-        manager.save()
-
-    with opened(None) as manager:
-        save(manager, 10000)
-        save(manager, 13610)
-        assert numbers(manager.checkpoints) == [1, 2]
-    with opened(1.5) as manager:
-        save(manager, 14330)
-        assert numbers(manager.checkpoints) == [2, 3]
-        save(manager, 16130)
-        assert numbers(manager.checkpoints) == [3, 4]
-        save(manager, 17930)
-        assert numbers(manager.checkpoints) == [4, 5]
-    with opened(1.5) as manager:
-        save(manager, 17940)
-        assert numbers(manager.checkpoints) == [5, 6]
-        assert names(place) == ["ckpt-1", "ckpt-4", "ckpt-5", "ckpt-6"]
-        for time in (18000, 18010, 18020):
-            save(manager, time)
-        assert names(place) == ["ckpt-1", "ckpt-4", "ckpt-8", "ckpt-9"]
-    times = {found.step: found.time for found in hf.list_checkpoints(place)}
-    assert times[4] == 16130
+# Managers, one after the other: the limit and the hours, when each saves, what it lists then, and what there is.
+Opened = tuple[tuple[Any, Any], tuple[int, ...], list[int], list[int]]
+FIRST: Opened = ((2, 1), (10000, 10010, 10020), [2, 3], [1, 2, 3])
+KEPT: dict[str, list[Opened]] = {
+    "a lower limit deletes nothing before the next save": [
+        ((None, None), (10000, 10010, 10020, 10030), [1, 2, 3, 4], [1, 2, 3, 4]),
+        ((3, None), (), [1, 2, 3, 4], [1, 2, 3, 4]),
+        ((3, None), (10040,), [3, 4, 5], [3, 4, 5]),
+    ],
+    "one in so many hours across managers": [
+        ((2, None), (10000, 13610), [1, 2], [1, 2]),
+        ((2, 1.5), (14330,), [2, 3], [1, 2, 3]),
+        ((2, 1.5), (16130, 17930), [4, 5], [1, 4, 5]),
+        ((2, 1.5), (17940,), [5, 6], [1, 4, 5, 6]),
+        ((2, 1.5), (18000, 18010, 18020), [8, 9], [1, 4, 8, 9]),
+    ],
+    # What the hours keep for good is never listed or deleted again.
+    "a higher limit": [FIRST, ((5, 1), (17000, 17010), [2, 3, 4, 5], [1, 2, 3, 4, 5])],
+    "no limit": [FIRST, ((None, None), (17000, 17010), [2, 3, 4, 5], [1, 2, 3, 4, 5])],
+    "no hours": [FIRST, ((2, None), (17000, 17010), [4, 5], [1, 4, 5])],
+    "other hours": [FIRST, ((2, 100), (17000, 17010), [4, 5], [1, 4, 5])],
+    "a clock that went backwards deletes nothing from before": [
+        ((1, 1), (10000, 11000, 13600, 17200), [4], [1, 3, 4]),
+        ((1, 1), (5000, 5010, 5020), [7], [1, 3, 4, 5, 7]),
+        ((1, 1), (30000,), [8], [1, 3, 4, 5, 8]),
+    ],
+}
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize(
-    ("options", "listed", "kept"),
-    [
-        ((5, 1), [2, 3, 4, 5], [1, 2, 3, 4, 5]),
-        ((None, None), [2, 3, 4, 5], [1, 2, 3, 4, 5]),
-        ((2, None), [4, 5], [1, 4, 5]),
-        ((2, 100), [4, 5], [1, 4, 5]),
-    ],
-    ids=["a higher limit", "no limit", "no hours", "other hours"],
-)
-def test_what_the_hours_keep_for_good_is_never_listed_or_deleted_again(
-    options: Any, listed: list[int], kept: list[int], background: bool, place: str, clock: Any
-) -> None:
+@pytest.mark.parametrize("managers", KEPT.values(), ids=list(KEPT))
+def test_limits_and_hours_decide_what_is_kept(managers: list[Opened], background: bool, place: str, clock: Any) -> None:
     checkpoint = graph.Checkpoint(step=0)
-    with graph.CheckpointManager(checkpoint, place, 2, 1, clock=clock, background=background) as manager:
-        for clock.wall in (10000, 10010, 10020):
-            manager.save()
-    with graph.CheckpointManager(checkpoint, place, *options, clock=clock) as manager:
-        for clock.wall in (17000, 17010):
-            manager.save()
-        assert numbers(manager.checkpoints) == listed
-    assert names(place) == [f"ckpt-{number}" for number in kept]
-
-
-def test_a_clock_that_went_backwards_deletes_nothing_from_before(place: str, clock: Any) -> None:
-    checkpoint = graph.Checkpoint(step=0)
-    with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
-        for clock.wall in (10000, 11000, 13600, 17200):
-            manager.save()
-        assert numbers(manager.checkpoints) == [4]
-    assert names(place) == ["ckpt-1", "ckpt-3", "ckpt-4"]
-    with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
-        assert manager.latest_checkpoint == f"{place}/ckpt-4"
-        for clock.wall in (5000, 5010, 5020):
-            manager.save()
-        assert numbers(manager.checkpoints) == [7]
-    clock.wall = 30000
-    with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
-        manager.save()
-    assert {"ckpt-1", "ckpt-3", "ckpt-4", "ckpt-8"} <= set(names(place))
+    for limits, times, listed, kept in managers:
+        in_background = background and limits == FIRST[0]  # elsewhere, the clock moves on while it saves
+        with graph.CheckpointManager(checkpoint, place, *limits, clock=clock, background=in_background) as manager:
+            for clock.wall in times:
+                manager.save()
+            manager.wait_until_finished()
+            assert numbers(manager.checkpoints) == listed
+        assert names(place) == [f"ckpt-{number}" for number in kept]
+        assert hf.list_checkpoints(place)[-1].time == clock.wall
 
 
 def test_checkpoints_that_the_manager_did_not_save_are_never_deleted(place: str) -> None:
