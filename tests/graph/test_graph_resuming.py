@@ -43,36 +43,25 @@ class Batches:
         self._generator.bit_generator.state = state["generator"]
 
 
-class TorchNet(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l1 = torch.nn.LazyLinear(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.l1(x)
-        return found
-
-
-class TorchRun:
+class Run:
     """A net, its optimizer and its data, made anew."""
 
+    def __init__(self, net: Any, optimizer: Any) -> None:
+        self.net, self.optimizer, self.batches = net, optimizer, Batches()
+        self.checkpoint = graph.Checkpoint(step=graph.Value(0), optimizer=optimizer, net=net, iterator=self.batches)
+
+
+class TorchRun(Run):
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.net = TorchNet()
-        self.net(torch.ones(1, 1))
-        self.optimizer = torch.optim.Adam(self.net.parameters(), 0.1)
-        self.batches = Batches()
-        self.checkpoint = graph.Checkpoint(
-            step=graph.Value(0), optimizer=self.optimizer, net=self.net, iterator=self.batches
-        )
+        net = torch.nn.Linear(1, 5)
+        super().__init__(net, torch.optim.Adam(net.parameters(), 0.1))
 
-    def train(self) -> float:
+    def train(self) -> None:
         x, y = map(torch.from_numpy, next(self.batches))
         self.optimizer.zero_grad()
-        loss = (self.net(x) - y).abs().mean()
-        loss.backward()
+        (self.net(x) - y).abs().mean().backward()
         self.optimizer.step()
-        return float(loss.item())
 
     def state(self) -> list[Any]:
         slots = [self.optimizer.state[p][name] for p in self.net.parameters() for name in ("exp_avg", "exp_avg_sq")]
@@ -89,31 +78,25 @@ class NnxNet(nnx.Module):
 
 
 @nnx.jit
-def nnx_step(net: NnxNet, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    loss, gradients = nnx.value_and_grad(lambda net: jnp.abs(net(x) - y).mean())(net)
-    nnx_update(optimizer, net, gradients)
-    return jnp.asarray(loss)
+def nnx_step(net: NnxNet, optimizer: Any, x: jax.Array, y: jax.Array) -> None:
+    nnx_update(optimizer, net, nnx.grad(lambda net: jnp.abs(net(x) - y).mean())(net))
 
 
-class NnxRun:
-    """The same for nnx, with dropout: its random stream is a part of the state."""
+class NnxRun(Run):
+    """With dropout, whose random stream is a part of the state."""
 
     def __init__(self, seed: int) -> None:
-        self.net = NnxNet(nnx.Rngs(seed))
-        self.optimizer = nnx.Optimizer(self.net, optax.adam(0.1), wrt=nnx.Param)
-        self.batches = Batches()
-        self.checkpoint = graph.Checkpoint(
-            step=graph.Value(0), optimizer=self.optimizer, net=self.net, iterator=self.batches
-        )
+        net = NnxNet(nnx.Rngs(seed))
+        super().__init__(net, nnx.Optimizer(net, optax.adam(0.1), wrt=nnx.Param))
 
-    def train(self) -> float:
-        return float(nnx_step(self.net, self.optimizer, *map(jnp.asarray, next(self.batches))))
+    def train(self) -> None:
+        nnx_step(self.net, self.optimizer, *map(jnp.asarray, next(self.batches)))
 
     def state(self) -> list[Any]:
         leaves = jax.tree.leaves((nnx.state(self.net), nnx.state(self.optimizer)))
-        return [
-            np.asarray(jax.random.key_data(x) if x.dtype == jax.random.key(0).dtype else x).tobytes() for x in leaves
-        ]
+        is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+        plain = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+        return [np.asarray(leaf).tobytes() for leaf in plain]
 
 
 def train_and_checkpoint(run: Any, manager: graph.CheckpointManager) -> list[str]:
