@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as npst
 from tests.equality import assert_same
 
 import holdfast as hf
-from holdfast.components import Checkpointable, ComponentCheckpointHandler, read_state
+from holdfast.components import Checkpointable, read_state
 from holdfast.engine.format import decode_document, encode_document
 from holdfast.integrations.components.constructor_spec import Missing, SpecDecoder, encode_spec
 from holdfast.integrations.components.layout import Description
@@ -118,30 +118,6 @@ def test_trees_come_back(tree: Any, kind: str, use_msgpack: bool) -> None:
             part.restore_from_path(folder, strict=True)
             assert_same(plain(part), plain(saved.boxes[name]))
             assert_same(read_state(folder), read_state(path)[name])
-
-
-@given(tree=TREES)
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
-def test_a_manager_keeps_what_a_path_keeps(tree: Any) -> None:
-    saved, fresh = made(tree), made(tree, empty=True)
-    with place("disk") as where:
-        with hf.CheckpointManager(where, hf.AsyncCheckpointer(ComponentCheckpointHandler())) as manager:
-            manager.save(3, saved)
-            manager.restore(3, fresh)
-        assert_same(plain(fresh), plain(saved))
-        assert hf.verify(where).ok
-        state = read_state(f"{where}/3/state")
-        shown = {leaf.item for leaf in hf.describe(where)}
-        assert shown <= {"state", *(f"state/{path}" for path in paths_of(tree))}
-        assert_same(state, read_state(saved.save_to_path(f"{where}/alone")))
-
-
-def paths_of(tree: Any, above: str = "") -> list[str]:
-    found = []
-    for name, below in tree[1].items():
-        path = above + "/".join(named_path(name, None))
-        found += [path, *paths_of(below, f"{path}/")]
-    return found
 
 
 # ---- constructor specs

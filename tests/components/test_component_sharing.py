@@ -245,13 +245,6 @@ class OptimizerInParent(Trainer):
         self.optimizer = LIBRARIES[self.library].optimizer(policy)
 
 
-class Given(Checkpointable):
-    """Gets the components, which share the policy, as arguments."""
-
-    def __init__(self, policy: Any, learner: Learner, actor: Actor) -> None:
-        self.policy, self.learner, self.actor = policy, learner, actor
-
-
 class OptimizerAsComponent(Alias):
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         return [("policy", self.policy), ("optimizer", self.optimizer)]
@@ -312,16 +305,6 @@ def test_training_goes_on_bit_for_bit(layout: type[Trainer], library: str, place
     given.set_state(state)
     for running in (fresh, used, given, layout.from_checkpoint(path, strict=True)):
         assert same(running.train(1), expected)
-
-
-def test_components_that_were_given_share_what_they_shared(place: str) -> None:
-    policy = TorchPolicy(0)
-    trainer = Given(policy, Learner("torch", policy), Actor(policy))
-    LIBRARIES["torch"].update(policy, trainer.learner, np.ones((5, 3), np.float32))
-    made = Given.from_checkpoint(trainer.save_to_path(place), strict=True)
-    assert made.policy is made.learner.policy is made.actor.policy
-    values = [LIBRARIES["torch"].values(one.policy, one.learner.optimizer) for one in (trainer, made)]
-    assert same(*values)
 
 
 # ---- parts of such trees

@@ -28,35 +28,6 @@ class Batches:
         self.words, self.position = state["words"], state["position"]
 
 
-def iterate(process: Process, directory: str) -> Any:
-    batches = Batches(process.index)
-    checkpoint = graph.Checkpoint(batches=batches, w=np.zeros(3))
-    status = checkpoint.restore(graph.latest_checkpoint(directory))
-    if graph.latest_checkpoint(directory):
-        status.assert_consumed()
-    batches.position += 1 + process.index
-    checkpoint.save(f"{directory}/run", background=True)
-    checkpoint.close()
-    return set(batches.words.tolist()), batches.position
-
-
-def test_each_process_has_its_own_iterator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for number in (1, 2):
-        found = run_processes(iterate, 2, str(tmp_path), backend="torch")
-        assert found == [({0}, number), ({1}, 2 * number)]
-    assert hf.verify(tmp_path).ok
-    assert hf.load(tmp_path / "run-2")["w"].tolist() == [0, 0, 0]
-    shown = {(leaf.item, leaf.path) for leaf in hf.describe(tmp_path / "run-2")}
-    names = ("words", "position", "text")
-    assert shown >= {(f"state/own/{index}", f"batches/{name}") for index in range(2) for name in names}
-    batches = Batches(5)
-    graph.Checkpoint(batches=batches, w=np.zeros(3)).restore(tmp_path).assert_consumed()
-    assert (set(batches.words.tolist()), batches.position) == ({0}, 2)
-    assert "was saved by 2 processes" in caplog.text
-    assert graph.load_checkpoint(tmp_path).get_tensor("batches")["position"] == 2
-    assert graph.load_checkpoint(tmp_path).get_tensor("batches/position") == 2
-
-
 def schedule(process: Process, directory: str, own: bool) -> tuple[int, list[str]]:
     """Counts on, with or without a place in the data of each process; returns the count and the warnings."""
     import torch
@@ -76,7 +47,7 @@ def schedule(process: Process, directory: str, own: bool) -> tuple[int, list[str
 
 @pytest.mark.parametrize("own", [False, True])
 def test_states_that_are_the_same_in_all_processes_fit_any_count(tmp_path: Path, own: bool) -> None:
-    """Before, each process warned of schedulers, and new processes were said to keep fresh ones."""
+    """No process warns of a scheduler, nor says that a new one keeps a fresh scheduler."""
     for number, count in enumerate((2, 3, 1), 1):
         for index, (epoch, warnings) in enumerate(run_processes(schedule, count, str(tmp_path), own, backend="torch")):
             assert epoch == number
@@ -89,28 +60,44 @@ def train(process: Process, directory: str) -> Any:
     import torch
 
     torch.manual_seed(0)
-    net = torch.nn.Linear(200, 30)
+    net, batches = torch.nn.Linear(200, 30), Batches(process.index)
     optimizer = torch.optim.Adam(net.parameters(), 0.1)
-    checkpoint = graph.Checkpoint(step=graph.Value(0), net=net, optimizer=optimizer)
+    checkpoint = graph.Checkpoint(step=graph.Value(0), net=net, optimizer=optimizer, batches=batches)
     with graph.CheckpointManager(checkpoint, f"{directory}/run", max_to_keep=2, background=True) as manager:
         started = manager.restore_or_initialize()
+        if manager.status is not None and started is not None:
+            manager.status.assert_consumed()
         for _ in range(3):
             optimizer.zero_grad()
             net(torch.ones(4, 200)).square().mean().backward()
             optimizer.step()
             checkpoint.step.assign_add(1)
+            batches.position += 1 + process.index
             manager.save()
     by_hand = checkpoint.save(f"{directory}/hand")
-    return started, by_hand, manager.checkpoints, net.weight.detach().numpy().tobytes()
+    place = set(batches.words.tolist()), batches.position
+    return started, by_hand, manager.checkpoints, place, net.weight.detach().numpy().tobytes()
 
 
-def test_processes_save_together_and_go_on(tmp_path: Path) -> None:
+def test_processes_save_together_and_go_on_each_at_its_own_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
     first = run_processes(train, 2, str(tmp_path), backend="torch")
     assert {found[:2] for found in first} == {(None, str(tmp_path / "hand-4"))}
-    assert all(found[2] == [str(tmp_path / "run" / f"ckpt-{number}") for number in (2, 3)] for found in first)
-    assert hf.verify(tmp_path / "run").ok
+    assert all(found[2] == [str(run / f"ckpt-{number}") for number in (2, 3)] for found in first)
+    assert hf.verify(run).ok
     again = run_processes(train, 2, str(tmp_path), backend="torch")
-    assert {found[0] for found in again} == {str(tmp_path / "run" / "ckpt-3")}
-    reader = graph.load_checkpoint(tmp_path / "run")
-    assert reader.get_tensor("step") == 6
-    assert reader.get_tensor("net/weight").tobytes() == again[0][3] == again[1][3]
+    assert {found[0] for found in again} == {str(run / "ckpt-3")}
+    assert [found[3] for found in first + again] == [({0}, 3), ({1}, 6), ({0}, 6), ({1}, 12)]
+    reader = graph.load_checkpoint(run)
+    assert (reader.get_tensor("step"), reader.get_tensor("batches/position")) == (6, 6)
+    assert reader.get_tensor("batches")["position"] == 6
+    assert reader.get_tensor("net/weight").tobytes() == again[0][4] == again[1][4]
+    shown = {(leaf.item, leaf.path) for leaf in hf.describe(reader.path)}
+    names = ("words", "position", "text")
+    assert shown >= {(f"state/own/{index}", f"batches/{name}") for index in range(2) for name in names}
+    batches = Batches(5)
+    graph.Checkpoint(batches=batches).restore(run).expect_partial()
+    assert (set(batches.words.tolist()), batches.position) == ({0}, 6)
+    assert "was saved by 2 processes" in caplog.text
