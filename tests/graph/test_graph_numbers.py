@@ -232,8 +232,7 @@ def test_a_fresh_counter_goes_on_from_the_numbers_in_the_directory(place: str) -
             with pytest.raises(hf.errors.OwnershipError):
                 one.save()
     assert first.save_counter == 1
-    steps = [hf.load(f"{place}/ckpt-{number}", select="step")["step"] for number in (1, 2)]
-    assert steps == [1, 2]
+    assert [hf.load(f"{place}/ckpt-{number}")["step"] for number in (1, 2)] == [1, 2]
     assert graph.Checkpoint(step=3).save(f"{place}/ckpt") == f"{place}/ckpt-3"
 
 
@@ -268,20 +267,16 @@ def test_a_save_within_the_interval_is_left_out(place: str) -> None:
         return keeper.save(**options) is not None
 
     with manager() as keeper:
-        steps = [(0, True), (1, False), (2, True), (2, False), (3, False)]
-        assert [saved(keeper, step) for step, _ in steps] == [expected for _, expected in steps]
-        assert saved(keeper, 3, check_interval=False)
-        assert not saved(keeper, 3, check_interval=False)
-        assert saved(keeper, 2, check_interval=False)  # after a restore of an earlier step, for example
+        assert [saved(keeper, step) for step in (0, 1, 2, 2, 3)] == [True, False, True, False, False]
+        # The last one is saved after a restore of an earlier step, for example.
+        assert [saved(keeper, step, check_interval=False) for step in (3, 3, 2)] == [True, False, True]
     with manager(last_checkpoint_step=1) as keeper:
         assert [saved(keeper, step) for step in (1, 2, 3)] == [False, False, True]
     with manager() as keeper:
         checkpoint.step = 0
         assert keeper.restore_or_initialize() is not None
         assert checkpoint.step == 3
-        assert not saved(keeper, 3)
-        assert not saved(keeper, 4)
-        assert saved(keeper, 5)
+        assert [saved(keeper, step) for step in (3, 4, 5)] == [False, False, True]
     elsewhere = graph.Checkpoint(step=8).save(f"{place}/elsewhere/ckpt")
     for path, early in ((f"{place}/ckpt-3", True), (place, True), (elsewhere, False)):
         with manager() as keeper:
@@ -313,11 +308,9 @@ def test_options_that_make_no_sense(place: str) -> None:
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_restore_or_initialize_initializes_only_without_a_checkpoint(place: str, background: bool) -> None:
-    started = []
-    checkpoint = graph.Checkpoint(w=np.ones(3))
-    with graph.CheckpointManager(
-        checkpoint, place, 3, init_fn=lambda: started.append(1), background=background
-    ) as manager:
+    started, checkpoint = list[int](), graph.Checkpoint(w=np.ones(3))
+    options: dict[str, Any] = {"init_fn": lambda: started.append(1), "background": background}
+    with graph.CheckpointManager(checkpoint, place, 3, **options) as manager:
         assert manager.restore_or_initialize() is None
         assert started == [1]
         path = manager.save()
@@ -348,30 +341,28 @@ def test_a_moved_directory_and_its_copy_resume(tmp_path: Path) -> None:
 def test_a_save_that_failed_does_not_count_for_the_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    checkpoint, step = graph.Checkpoint(w=np.zeros(3)), graph.Value(0)
-    manager = graph.CheckpointManager(
-        checkpoint, tmp_path, None, step_counter=step, checkpoint_interval=10, background=background
-    )
+    def full(_: int) -> None:
+        raise OSError(28, "no space")
 
-    def save(at: int) -> bool:
-        step.assign(at)
-        return manager.save() is not None
-
-    def save_and_wait(at: int) -> None:
-        save(at)
+    def save_and_wait(manager: graph.CheckpointManager) -> None:
+        manager.save()
         manager.wait_until_finished()
 
-    save_and_wait(0)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
-        with pytest.raises(hf.HoldfastError, match="no space"):
-            save_and_wait(10)
-    assert background or checkpoint.save_counter == 1
-    assert save(11), "the save of step 10 failed"
-    assert not save(12)
-    assert not save(20)
-    assert save(21)
-    manager.close()
+    checkpoint, step = graph.Checkpoint(w=np.zeros(3)), graph.Value(0)
+    options: dict[str, Any] = {"step_counter": step, "checkpoint_interval": 10, "background": background}
+    with graph.CheckpointManager(checkpoint, tmp_path, None, **options) as manager:
+        save_and_wait(manager)
+        step.assign(10)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", full)
+            with pytest.raises(hf.HoldfastError, match="no space"):
+                save_and_wait(manager)
+        assert background or checkpoint.save_counter == 1
+        saved = []
+        for at in (11, 12, 20, 21):  # the save of step 10 failed
+            step.assign(at)
+            saved.append(manager.save() is not None)
+        assert saved == [True, False, False, True]
 
 
 def test_checkpoints_iterator(place: str) -> None:

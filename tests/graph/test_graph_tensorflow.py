@@ -57,15 +57,6 @@ def test_a_reader_has_the_paths_and_values_that_tensorflow_saw(prefix: str) -> N
     assert compared
 
 
-def test_a_list_and_a_dictionary_of_tensorflow_that_share_a_value() -> None:
-    restore = graph.Checkpoint()
-    second = np.zeros((), np.float32)
-    restore.mapped = {"two": second}
-    restore.read(FIXTURES / "objects" / "objects-1").expect_partial()
-    expected = graph.load_checkpoint(FIXTURES / "objects").get_tensor("listed/1")
-    assert second == expected != 0
-
-
 def test_values_of_tensorflow_go_into_torch_and_nnx() -> None:
     guide = graph.load_checkpoint(FIXTURES / "guide")
     kernel, bias = guide.get_tensor("net/l1/_kernel"), guide.get_tensor("net/l1/bias")
